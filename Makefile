@@ -1,0 +1,45 @@
+# `make run` and `make test` are all a new machine needs; `make help` lists the rest.
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint bench clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "metaban needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.development: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.runtime
+
+install: $(VENV)/.development ## create .venv with everything, quick when nothing changed
+
+run: $(VENV)/.runtime ## start the service (HOST=127.0.0.1 PORT=8000)
+	$(BIN)/metaban serve --host $(HOST) --port $(PORT)
+
+lint: $(VENV)/.development ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## lint, types and every test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.runtime ## the quick benchmarks, as tables
+	$(BIN)/metaban bench freshness --quick
+
+clean: ## remove .venv and caches; keeps ./data
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The mathematics: learners, groups and exploration. Knows torch and numpy, nothing of Redis or HTTP."""

@@ -1,0 +1,1 @@
+"""The HTTP edge: routes, scoring, the replica of served parameters, and the command line."""

