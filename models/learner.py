@@ -1,0 +1,92 @@
+"""What a learner is to the service, the worker and the benchmarks.
+
+State comes in two kinds. *Per-user* tensors change when that user's events are applied, and only then; a learner names
+them in `fields`. *Shared* tensors are derived from users' samples by `derive` and published as a numbered epoch; nothing
+an event does touches them. Both are plain dictionaries of tensors, so that the store, the replica and the benchmarks
+handle every learner alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: The tensors of one user (or, with a leading dimension, of many), by field name.
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UserBatch:
+    """Samples of B users side by side, padded to the longest."""
+
+    features: Tensor  # [B, S, d], raw inputs of the chosen arms, oldest first
+    rewards: Tensor  # [B, S]
+    valid: Tensor  # [B, S] bool: which samples are real
+    events: Tensor  # [B] int64: events ever applied, at least the samples kept
+    draw: Tensor  # [B] int64 ≥ 0: a stable hash for whatever a learner chooses at random
+    weight: Tensor  # [B] w_u of Eq. 5: how much this user teaches others
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The arms of R requests end to end, with the asking users' states."""
+
+    arms: Tensor  # [N, d] raw inputs
+    request: Tensor  # [N] int64: the request an arm belongs to
+    own: Mapping[str, Tensor]  # each [R, …]
+    own_in_pool: Tensor  # [R] bool
+    own_events: Tensor  # [R] int64
+
+    @property
+    def requests(self) -> int:
+        """R."""
+        return self.own_in_pool.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a learner thinks of each arm; the score of an arm is mean + bonus."""
+
+    mean: Tensor  # [N]
+    bonus: Tensor  # [N]
+    group_size: Tensor  # [N] int64, the asking user included
+
+
+class Learner(ABC):
+    """A learner for one namespace: a fixed number of inputs, fixed settings."""
+
+    #: Name and shape of each per-user tensor.
+    fields: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def initial_shared(self) -> State:
+        """The shared state of epoch 0, a pure function of the settings."""
+
+    @abstractmethod
+    def newborn(self, shared: State) -> State:
+        """The state of a user without events, without a batch dimension."""
+
+    @abstractmethod
+    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+        """The users' states after the batch's samples; every tensor gains the batch dimension B."""
+
+    @abstractmethod
+    def score(self, shared: State, pool: State, query: Query) -> Scores:
+        """Judge the arms of a query; the pool holds each field as [P, …]."""
+
+    @abstractmethod
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        """Whether shared state derived at `epoch_events` applied events is due again at `total_events`."""
+
+    @abstractmethod
+    def refit_due(self, epoch_events: int, total_events: int) -> bool:
+        """Whether that new epoch changes the inputs, so that every user's state has to be fitted again."""
+
+    @abstractmethod
+    def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
+        """Shared state of the next epoch, from users' samples."""

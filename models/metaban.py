@@ -1,0 +1,202 @@
+"""Meta-Ban, Algorithms 1-3 of "Neural Collaborative Filtering Bandits via Meta Learning", served in closed form.
+
+One meta-learner Θ, one learner θ^u a user, all with the network of Eq. 9. For a user and an arm x:
+
+    group       N = {u : |f(x; θ^u) − f(x; θ^{u_t})| ≤ (ν−1)/ν · γ}                                       Eq. 4
+    adaptation  Θ_x = Θ₀ − η₂ J₂ Σ_{u∈N} G_u,   G_u = w_u ∇L(θ̂^u) + (λ/√m) sign(θ̂^u)                  Alg. 2, Eq. 5-6
+    score       f(x; Θ_x) + α (β₂ ‖g(x; Θ_x) − g(x; Θ₀)‖ + Z₁ + Ū_u)                                    Alg. 1, Lemma 6.5
+
+The published meta gradient is taken at the stored user parameters and does not see Θ, so with full batches its J₂ steps
+are the same step, and each user's share of it, G_u, depends on that user alone: it is computed once after an update of u,
+and the adaptation of all arms is one product of the group mask with the stacked G.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from models.groups import group_threshold, relative_groups
+from models.learner import Learner, Query, Scores, State, UserBatch
+from models.network import (
+    Shape,
+    factor_distance,
+    forward,
+    initial_parameters,
+    loss_gradient,
+    output_factors,
+    predict_all,
+)
+from models.normalizer import Moments, standardize
+from models.settings import MetaBanSettings
+
+#: Inputs are first standardised at this many applied events, then at every doubling.
+FIRST_STANDARDIZATION_EVENTS = 16
+
+#: Adapted networks held at once while scoring, in numbers; larger queries are scored in chunks of arms.
+ADAPTED_NUMBERS_MAX = 1 << 24
+
+
+class MetaBanLearner(Learner):
+    """What the presets share: the network, standardised inputs, group inference and user adaptation."""
+
+    def __init__(self, settings: MetaBanSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+        self.settings = settings
+        self.shape = Shape(inputs, settings.width, settings.depth)
+        self.dtype = dtype
+        self.threshold = group_threshold(settings.nu, settings.gamma)
+
+    def initial_shared(self) -> State:
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        shared = {"theta0": initial_parameters(self.shape, generator, self.dtype)}
+        if self.settings.standardize:
+            shared["mean"] = torch.zeros(self.shape.inputs, dtype=self.dtype)
+            shared["scale"] = torch.ones(self.shape.inputs, dtype=self.dtype)
+        return shared
+
+    def refit_due(self, epoch_events: int, total_events: int) -> bool:
+        return (
+            self.settings.standardize
+            and total_events >= FIRST_STANDARDIZATION_EVENTS
+            and total_events.bit_length() > epoch_events.bit_length()
+        )
+
+    def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
+        if not batches or not self.refit_due(epoch_events, total_events):
+            return dict(shared)
+        moments = [Moments.of(batch.features.flatten(0, 1), batch.valid.flatten()) for batch in batches]
+        merged = moments[0]
+        for other in moments[1:]:
+            merged = merged.merge(other)
+        mean, scale = merged.transform()
+        return {**shared, "mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
+
+    def inputs(self, shared: State, raw: Tensor) -> Tensor:
+        """What the networks see of raw inputs [..., d]."""
+        return standardize(raw, shared["mean"], shared["scale"]) if self.settings.standardize else raw
+
+    def adapt_users(self, start: Tensor, x: Tensor, batch: UserBatch) -> Tensor:
+        """Algorithm 3, lines 2-8, of all users at once: J₁ full-batch steps from `start` [p] → θ̂ [B, p]."""
+        samples = sample_counts(batch)  # [B, 1]
+        rate = self.settings.user_rate / (samples if self.settings.rate_schedule == "per-event" else 1.0)
+        theta = start.expand(x.shape[0], -1)
+        for _ in range(self.settings.user_steps):
+            theta = theta - rate * self.clipped_gradient(theta, x, batch, samples)
+        return theta
+
+    def clipped_gradient(self, theta: Tensor, x: Tensor, batch: UserBatch, samples: Tensor) -> Tensor:
+        """∇½Σ(f − r)² of each user [B, p], its norm at most clip_norm a sample."""
+        gradient = loss_gradient(self.shape, theta, x, batch.rewards, batch.valid.to(theta.dtype))
+        norm = gradient.square().sum(-1, keepdim=True).sqrt()  # [B, 1]
+        return gradient * (self.settings.clip_norm * samples / norm.clamp_min(1e-30)).clamp_max(1.0)
+
+    def groups(self, pool: State, query: Query, x: Tensor) -> Tensor:
+        """Eq. 4 for every arm of a query: x [N, d] → bool [N, P]."""
+        own = forward(self.shape, query.own["theta"][query.request], x.unsqueeze(1)).squeeze(1)  # [N]
+        return relative_groups(predict_all(self.shape, pool["theta"], x), own, self.threshold)
+
+    def user_bound(self, query: Query) -> Tensor:
+        """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
+        settings = self.settings
+        events = query.own_events.clamp_min(1).to(self.dtype)  # [R] μ
+        arms = torch.zeros_like(events).index_add(0, query.request, torch.ones_like(query.arms[:, 0]))  # [R] k
+        log = (settings.log_constant * events * arms / settings.delta).log().clamp_min(0)
+        return (
+            (2 * settings.epsilon1 / events).sqrt()
+            + 3 * self.shape.depth / (2 * events).sqrt()
+            + (1 + settings.xi1) * (2 * log / events).sqrt()
+        )
+
+    @abstractmethod
+    def score(self, shared: State, pool: State, query: Query) -> Scores: ...
+
+
+@final
+class PaperLearner(MetaBanLearner):
+    """Preset `paper`: the algorithms as published."""
+
+    def __init__(self, settings: MetaBanSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(settings, inputs, dtype)
+        parameters = self.shape.parameters
+        self.fields = {"theta": (parameters,), "gradient": (parameters,), "samples": ()}
+        if settings.draw == "uniform":
+            self.fields |= {"checkpoints": (settings.checkpoints, parameters), "fits": ()}
+
+    def newborn(self, shared: State) -> State:
+        theta0 = shared["theta0"]
+        state = {"theta": theta0, "gradient": self.penalty(theta0), "samples": torch.zeros_like(theta0[0])}
+        if self.settings.draw == "uniform":
+            state["checkpoints"] = theta0.expand(self.settings.checkpoints, -1)
+            state["fits"] = torch.zeros_like(theta0[0])
+        return state
+
+    def penalty(self, theta: Tensor) -> Tensor:
+        """(λ/√m) sign(θ), the L1 term of Eq. 5, which no w_u weights."""
+        return self.settings.l1 / math.sqrt(self.shape.width) * theta.sign()
+
+    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+        x = self.inputs(shared, batch.features)
+        latest = self.adapt_users(shared["theta0"], x, batch)  # [B, p] θ̂
+        loss = self.clipped_gradient(latest, x, batch, sample_counts(batch))
+        state = {
+            "theta": latest,
+            "gradient": batch.weight.unsqueeze(-1) * loss + self.penalty(latest),
+            "samples": batch.valid.sum(-1).to(self.dtype),
+        }
+        if self.settings.draw == "uniform":
+            state |= self.draw_checkpoint(latest, batch, previous)
+        return state
+
+    def draw_checkpoint(self, latest: Tensor, batch: UserBatch, previous: State) -> State:
+        """Algorithm 3, line 9: θ_t^u uniformly from the last checkpoints {θ̂_0 = Θ₀, …, θ̂_μ} still kept."""
+        checkpoints = torch.cat([previous["checkpoints"][:, 1:], latest.unsqueeze(1)], dim=1)  # [B, C, p]
+        fits = previous["fits"] + 1  # [B]
+        kept = (fits + 1).clamp_max(self.settings.checkpoints).to(torch.int64)  # θ̂_0 is one of them
+        chosen = self.settings.checkpoints - 1 - batch.draw % kept  # [B]
+        rows = torch.arange(latest.shape[0], device=latest.device)
+        return {"theta": checkpoints[rows, chosen], "checkpoints": checkpoints, "fits": fits}
+
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        return self.refit_due(epoch_events, total_events)
+
+    def score(self, shared: State, pool: State, query: Query) -> Scores:
+        x = self.inputs(shared, query.arms)  # [N, d]
+        bound = self.user_bound(query)[query.request]  # [N]
+        # A group bigger than the pool by one: the asking user, who is always a member, may not be in the pool.
+        guest = (~query.own_in_pool)[query.request]  # [N]
+        mask = self.groups(pool, query, x)  # [N, P]
+        chunk = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        parts = [
+            self.score_arms(shared, pool, query, x[start : start + chunk], slice(start, start + chunk), mask, guest)
+            for start in range(0, x.shape[0], chunk)
+        ]
+        mean = torch.cat([part[0] for part in parts])
+        distance = torch.cat([part[1] for part in parts])
+        bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
+        return Scores(mean, bonus, mask.sum(-1) + guest)
+
+    def score_arms(
+        self, shared: State, pool: State, query: Query, x: Tensor, arms: slice, mask: Tensor, guest: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of a chunk of arms, both [n]."""
+        members = mask[arms].to(self.dtype)  # [n, P]
+        own = query.request[arms]  # [n]
+        joins = guest[arms].to(self.dtype)  # [n]
+        total = members @ pool["gradient"] + joins.unsqueeze(-1) * query.own["gradient"][own]  # [n, p] ΣG_u
+        step = self.settings.meta_rate * self.settings.meta_steps
+        if self.settings.rate_schedule == "per-event":
+            samples = members @ pool["samples"].clamp_min(1) + joins * query.own["samples"][own].clamp_min(1)
+            total = total / samples.clamp_min(1).unsqueeze(-1)
+        adapted = shared["theta0"] - step * total  # [n, p] Θ_x
+        mean, factors = output_factors(self.shape, adapted, x)
+        return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])
+
+
+def sample_counts(batch: UserBatch) -> Tensor:
+    """Samples of each user, at least 1: [B, 1]."""
+    return batch.valid.sum(-1, keepdim=True).clamp_min(1).to(batch.features.dtype)

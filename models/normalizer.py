@@ -1,0 +1,62 @@
+"""Online standardisation: running moments that merge exactly, and the transform they give.
+
+Moments are kept in float64 as (count, mean, Σ(x − mean)²) and combined by the parallel update of Chan, Golub and
+LeVeque (1979), which does not cancel when the mean is large. A learner freezes the resulting transform for an epoch, so
+that what was fitted under it stays valid until everything is refitted together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+#: A column that varies less than this, relative to the size of its mean, counts as constant and is passed through.
+CONSTANT_RELATIVE_SPREAD = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean [d] and sum of squared deviations [d] of the rows seen, in float64."""
+
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, valid: Tensor) -> Self:
+        """The moments of rows [n, d] where valid [n] holds."""
+        weight = valid.to(torch.float64).unsqueeze(-1)  # [n, 1]
+        count = weight.sum()
+        values = rows.to(torch.float64)
+        mean = (values * weight).sum(0) / count.clamp_min(1)  # [d]
+        return cls(count, mean, ((values - mean).square() * weight).sum(0))
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of both sets of rows together."""
+        count = self.count + other.count
+        total = count.clamp_min(1)
+        shift = other.mean - self.mean  # [d]
+        return Moments(
+            count,
+            self.mean + shift * (other.count / total),
+            self.squares + other.squares + shift.square() * (self.count * other.count / total),
+        )
+
+    def transform(self) -> tuple[Tensor, Tensor]:
+        """(mean, scale), both [d], for `standardize`; constant columns get mean 0 and scale 1 and so stay as they are."""
+        deviation = (self.squares / self.count.clamp_min(1)).sqrt()
+        constant = deviation <= CONSTANT_RELATIVE_SPREAD * (self.mean.abs() + CONSTANT_RELATIVE_SPREAD)
+        mean = torch.where(constant, torch.zeros_like(self.mean), self.mean)
+        return mean, torch.where(constant, torch.ones_like(deviation), deviation)
+
+
+#: Standardised inputs beyond this many deviations are cut off: one absurd feature must not throw a network off.
+LARGEST_DEVIATION = 10.0
+
+
+def standardize(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """(x − mean) / scale, cut off at ±LARGEST_DEVIATION: x [..., d], mean and scale [d]."""
+    return ((x - mean) / scale).clamp(-LARGEST_DEVIATION, LARGEST_DEVIATION)

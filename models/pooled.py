@@ -1,0 +1,127 @@
+"""Preset `pooled`: Meta-Ban as its authors' public code runs it.
+
+Instead of the published meta gradient, Θ itself is trained on the pooled samples of the group, here the union of the
+groups of a request's arms, by J₂ steps of stochastic gradient descent; the bonus is α ‖g(x; Θ)‖. The authors carry Θ from
+decision to decision; here a decision changes nothing, so Θ is carried by epochs that train it on all users' samples, and
+each request adapts a copy. The authors also file a sample under every member of the group; here a sample belongs to the
+user it came from, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from models.groups import union_by_request
+from models.learner import Query, Scores, State, UserBatch
+from models.metaban import MetaBanLearner
+from models.network import factor_distance, loss_gradient, output_factors
+from models.settings import MetaBanSettings
+
+GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
+
+
+@final
+class PooledLearner(MetaBanLearner):
+    """Θ by gradient descent on the group's pooled samples."""
+
+    def __init__(self, settings: MetaBanSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(settings, inputs, dtype)
+        self.fields = {
+            "theta": (self.shape.parameters,),
+            "recent_features": (settings.recent_samples, inputs),
+            "recent_rewards": (settings.recent_samples,),
+            "samples": (),
+        }
+
+    def initial_shared(self) -> State:
+        shared = super().initial_shared()
+        return {**shared, "theta": shared["theta0"]}
+
+    def newborn(self, shared: State) -> State:
+        return {
+            "theta": shared["theta"],
+            "recent_features": shared["theta"].new_zeros(self.fields["recent_features"]),
+            "recent_rewards": shared["theta"].new_zeros(self.fields["recent_rewards"]),
+            "samples": torch.zeros_like(shared["theta"][0]),
+        }
+
+    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+        keep = self.settings.recent_samples
+        counts = batch.valid.sum(-1)  # [B]
+        kept = counts.clamp_max(keep)
+        # The newest samples, moved to the front: users' samples are padded behind, and differ in number.
+        place = torch.arange(keep, device=counts.device)  # [keep]
+        index = ((counts - kept).unsqueeze(-1) + place).clamp_max(batch.valid.shape[1] - 1)  # [B, keep]
+        real = (place < kept.unsqueeze(-1)).to(self.dtype)  # [B, keep]
+        features = batch.features.gather(1, index.unsqueeze(-1).expand(-1, -1, self.shape.inputs))
+        return {
+            "theta": self.adapt_users(shared["theta"], self.inputs(shared, batch.features), batch),
+            "recent_features": features * real.unsqueeze(-1),
+            "recent_rewards": batch.rewards.gather(1, index) * real,
+            "samples": kept.to(self.dtype),
+        }
+
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        overdue = total_events - epoch_events >= self.settings.epoch_events
+        return overdue or self.refit_due(epoch_events, total_events)
+
+    def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
+        derived = super().derive(shared, batches, epoch_events, total_events)
+        theta = derived["theta"].unsqueeze(0)  # [1, p]
+        for batch in batches:
+            x = self.inputs(derived, batch.features).flatten(0, 1).unsqueeze(0)  # [1, B·S, d]
+            valid = batch.valid.flatten().unsqueeze(0).to(self.dtype)  # [1, B·S]
+            weight = valid / valid.sum().clamp_min(1)
+            for _ in range(self.settings.meta_steps):
+                gradient = loss_gradient(self.shape, theta, x, batch.rewards.flatten().unsqueeze(0), weight)
+                theta = theta - self.settings.meta_rate * gradient
+        return {**derived, "theta": theta.squeeze(0)}
+
+    def score(self, shared: State, pool: State, query: Query) -> Scores:
+        x = self.inputs(shared, query.arms)  # [N, d]
+        mask = self.groups(pool, query, x)  # [N, P]
+        members = union_by_request(mask, query.request, query.requests)  # [R, P]
+        theta = self.adapt_meta(shared, pool, query, members)[query.request]  # [N, p]
+        mean, factors = output_factors(self.shape, theta, x)
+        zeros = [(torch.zeros_like(delta), torch.zeros_like(hidden)) for delta, hidden in factors]
+        guest = (~query.own_in_pool).to(torch.int64)  # [R]
+        return Scores(
+            mean,
+            self.settings.alpha * factor_distance(factors, zeros),
+            (members.sum(-1) + guest)[query.request],
+        )
+
+    def adapt_meta(self, shared: State, pool: State, query: Query, members: Tensor) -> Tensor:
+        """J₂ steps of Θ on samples of each request's group: members bool [R, P] → [R, p]."""
+        requests, users = members.shape
+        own = torch.where(query.own_in_pool, 0.0, query.own["samples"])  # [R]
+        held = torch.cat([members * pool["samples"], own.unsqueeze(-1)], dim=1)  # [R, P+1] samples to draw from
+        ends = held.cumsum(1)
+        total = ends[:, -1:]  # [R, 1]
+        theta = shared["theta"].expand(requests, -1)
+        rewards_pool, features_pool = pool["recent_rewards"], pool["recent_features"]
+        for step in range(self.settings.meta_steps):
+            # Evenly spread instead of random places: the same decision is made again for the same state.
+            first = step * self.settings.step_samples
+            count = torch.arange(first, first + self.settings.step_samples, device=held.device, dtype=self.dtype)
+            target = (count * (GOLDEN_RATIO - 1) % 1.0) * total  # [R, step_samples]
+            member = torch.searchsorted(ends, target, right=True).clamp_max(users)  # [R, step_samples]
+            before = ends.gather(1, member) - held.gather(1, member)
+            slot = (target - before).to(torch.int64).clamp(0, self.settings.recent_samples - 1)
+            rows = torch.arange(requests, device=held.device).unsqueeze(-1)  # [R, 1]
+            features = query.own["recent_features"][rows, slot]  # [R, step_samples, d]
+            rewards = query.own["recent_rewards"][rows, slot]  # [R, step_samples]
+            if users:
+                inside = member < users
+                row = member.clamp_max(users - 1)
+                features = torch.where(inside.unsqueeze(-1), features_pool[row, slot], features)
+                rewards = torch.where(inside, rewards_pool[row, slot], rewards)
+            weight = (total > 0).to(self.dtype).expand_as(rewards) / self.settings.step_samples
+            gradient = loss_gradient(self.shape, theta, self.inputs(shared, features), rewards, weight)
+            theta = theta - self.settings.meta_rate * gradient
+        return theta
