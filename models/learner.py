@@ -1,9 +1,9 @@
 """What a learner is to the service, the worker and the benchmarks.
 
 State comes in two kinds. *Per-user* tensors change when that user's events are applied, and only then; a learner names
-them in `fields`. *Shared* tensors are derived from users' samples by `derive` and published as a numbered epoch; nothing
-an event does touches them. Both are plain dictionaries of tensors, so that the store, the replica and the benchmarks
-handle every learner alike.
+them in `fields`. *Shared* tensors are derived from users' samples by `derive` and published as a numbered epoch;
+nothing an event does touches them. Both are plain dictionaries of tensors, so that the store, the replica and the
+benchmarks handle every learner alike.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Query:
     arms: Tensor  # [N, d] raw inputs
     request: Tensor  # [N] int64: the request an arm belongs to
     own: Mapping[str, Tensor]  # each [R, …]
-    own_in_pool: Tensor  # [R] bool
+    own_row: Tensor  # [R] int64: the asking user's row in the pool, −1 when they have none
     own_events: Tensor  # [R] int64
 
     @property
     def requests(self) -> int:
         """R."""
-        return self.own_in_pool.shape[0]
+        return self.own_row.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Learner(ABC):
     #: Name and shape of each per-user tensor.
     fields: dict[str, tuple[int, ...]]
     dtype: torch.dtype
+    #: d, the length of a raw input.
+    inputs_expected: int
 
     @abstractmethod
     def initial_shared(self) -> State:

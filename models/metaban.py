@@ -2,20 +2,20 @@
 
 One meta-learner Θ, one learner θ^u a user, all with the network of Eq. 9. For a user and an arm x:
 
-    group       N = {u : |f(x; θ^u) − f(x; θ^{u_t})| ≤ (ν−1)/ν · γ}                                       Eq. 4
-    adaptation  Θ_x = Θ₀ − η₂ J₂ Σ_{u∈N} G_u,   G_u = w_u ∇L(θ̂^u) + (λ/√m) sign(θ̂^u)                  Alg. 2, Eq. 5-6
-    score       f(x; Θ_x) + α (β₂ ‖g(x; Θ_x) − g(x; Θ₀)‖ + Z₁ + Ū_u)                                    Alg. 1, Lemma 6.5
+    group       N = {u : |f(x; θ^u) − f(x; θ^{u_t})| ≤ (ν−1)/ν · γ}                                      Eq. 4
+    adaptation  Θ_x = Θ₀ − η₂ J₂ Σ_{u∈N} G_u,   G_u = w_u ∇L(θ̂^u) + (λ/√m) sign(θ̂^u)                 Alg. 2, Eq. 5-6
+    score       f(x; Θ_x) + α (β₂ ‖g(x; Θ_x) − g(x; Θ₀)‖ + Z₁ + Ū_u)                                   Alg. 1, Lemma 6.5
 
 The published meta gradient is taken at the stored user parameters and does not see Θ, so with full batches its J₂ steps
-are the same step, and each user's share of it, G_u, depends on that user alone: it is computed once after an update of u,
-and the adaptation of all arms is one product of the group mask with the stacked G.
+are the same step, and each user's share of it, G_u, depends on that user alone: it is computed once after an update of
+u, and the adaptation of all arms is one product of the group mask with the stacked G.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -49,6 +49,7 @@ class MetaBanLearner(Learner):
         self.settings = settings
         self.shape = Shape(inputs, settings.width, settings.depth)
         self.dtype = dtype
+        self.inputs_expected = inputs
         self.threshold = group_threshold(settings.nu, settings.gamma)
 
     def initial_shared(self) -> State:
@@ -96,9 +97,15 @@ class MetaBanLearner(Learner):
         return gradient * (self.settings.clip_norm * samples / norm.clamp_min(1e-30)).clamp_max(1.0)
 
     def groups(self, pool: State, query: Query, x: Tensor) -> Tensor:
-        """Eq. 4 for every arm of a query: x [N, d] → bool [N, P]."""
+        """Eq. 4 for every arm of a query, x [N, d]: who else belongs to the asking user's group, bool [N, P].
+
+        The asking user is a member by definition and joins with the state the query brings, not with a row of the pool,
+        which may be older; so their row is left out here.
+        """
         own = forward(self.shape, query.own["theta"][query.request], x.unsqueeze(1)).squeeze(1)  # [N]
-        return relative_groups(predict_all(self.shape, pool["theta"], x), own, self.threshold)
+        near = relative_groups(predict_all(self.shape, pool["theta"], x), own, self.threshold)
+        rows = torch.arange(near.shape[1], device=near.device)
+        return near & (rows != query.own_row[query.request].unsqueeze(-1))
 
     def user_bound(self, query: Query) -> Tensor:
         """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
@@ -166,32 +173,28 @@ class PaperLearner(MetaBanLearner):
 
     def score(self, shared: State, pool: State, query: Query) -> Scores:
         x = self.inputs(shared, query.arms)  # [N, d]
-        bound = self.user_bound(query)[query.request]  # [N]
-        # A group bigger than the pool by one: the asking user, who is always a member, may not be in the pool.
-        guest = (~query.own_in_pool)[query.request]  # [N]
-        mask = self.groups(pool, query, x)  # [N, P]
-        chunk = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        others = self.groups(pool, query, x)  # [N, P]
+        size = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
         parts = [
-            self.score_arms(shared, pool, query, x[start : start + chunk], slice(start, start + chunk), mask, guest)
-            for start in range(0, x.shape[0], chunk)
+            self.score_arms(shared, pool, query.own, query.request[arms], x[arms], others[arms]) for arms in chunks
         ]
         mean = torch.cat([part[0] for part in parts])
         distance = torch.cat([part[1] for part in parts])
+        bound = self.user_bound(query)[query.request]  # [N]
         bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
-        return Scores(mean, bonus, mask.sum(-1) + guest)
+        return Scores(mean, bonus, others.sum(-1) + 1)
 
     def score_arms(
-        self, shared: State, pool: State, query: Query, x: Tensor, arms: slice, mask: Tensor, guest: Tensor
+        self, shared: State, pool: State, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of a chunk of arms, both [n]."""
-        members = mask[arms].to(self.dtype)  # [n, P]
-        own = query.request[arms]  # [n]
-        joins = guest[arms].to(self.dtype)  # [n]
-        total = members @ pool["gradient"] + joins.unsqueeze(-1) * query.own["gradient"][own]  # [n, p] ΣG_u
+        """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of n arms, both [n]."""
+        members = others.to(self.dtype)  # [n, P]
+        total = members @ pool["gradient"] + own["gradient"][request]  # [n, p] ΣG_u
         step = self.settings.meta_rate * self.settings.meta_steps
         if self.settings.rate_schedule == "per-event":
-            samples = members @ pool["samples"].clamp_min(1) + joins * query.own["samples"][own].clamp_min(1)
-            total = total / samples.clamp_min(1).unsqueeze(-1)
+            samples = members @ pool["samples"].clamp_min(1) + own["samples"][request].clamp_min(1)  # [n]
+            total = total / samples.unsqueeze(-1)
         adapted = shared["theta0"] - step * total  # [n, p] Θ_x
         mean, factors = output_factors(self.shape, adapted, x)
         return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])

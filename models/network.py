@@ -2,8 +2,8 @@
 
     f(x; θ) = W_L σ(W_{L−1} … σ(W_1 x)),   W_1 ∈ R^{m×d}, W_l ∈ R^{m×m}, W_L ∈ R^{1×m}
 
-A network is one flat vector θ = [vec(W_1), …, vec(W_L)], so that a population of networks is one matrix and an update of
-all of them is one product. Nothing here records a graph: the gradient of such a network is a sum of outer products
+A network is one flat vector θ = [vec(W_1), …, vec(W_L)], so that a population of networks is one matrix and an update
+of all of them is one product. Nothing here records a graph: the gradient of such a network is a sum of outer products
 δ_l ⊗ h_{l−1}, and what the learners need of it (loss gradients, norms, distances) follows without forming it.
 
 Letters in shape comments: B networks each with its own S inputs, P networks that share N inputs, d inputs, m width,
@@ -56,7 +56,7 @@ def weights(shape: Shape, theta: Tensor) -> list[Tensor]:
     """View θ [..., p] as its weight matrices [..., outputs, inputs]."""
     sizes = [rows * columns for rows, columns in shape.matrices]
     flat = torch.split(theta, sizes, dim=-1)
-    return [part.unflatten(-1, matrix) for part, matrix in zip(flat, shape.matrices, strict=True)]
+    return [part.reshape(*part.shape[:-1], *matrix) for part, matrix in zip(flat, shape.matrices, strict=True)]
 
 
 def forward(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:

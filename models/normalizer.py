@@ -46,7 +46,7 @@ class Moments:
         )
 
     def transform(self) -> tuple[Tensor, Tensor]:
-        """(mean, scale), both [d], for `standardize`; constant columns get mean 0 and scale 1 and so stay as they are."""
+        """(mean, scale), both [d], for `standardize`; constant columns get mean 0, scale 1 and stay as they are."""
         deviation = (self.squares / self.count.clamp_min(1)).sqrt()
         constant = deviation <= CONSTANT_RELATIVE_SPREAD * (self.mean.abs() + CONSTANT_RELATIVE_SPREAD)
         mean = torch.where(constant, torch.zeros_like(self.mean), self.mean)

@@ -1,10 +1,10 @@
 """Preset `pooled`: Meta-Ban as its authors' public code runs it.
 
 Instead of the published meta gradient, Θ itself is trained on the pooled samples of the group, here the union of the
-groups of a request's arms, by J₂ steps of stochastic gradient descent; the bonus is α ‖g(x; Θ)‖. The authors carry Θ from
-decision to decision; here a decision changes nothing, so Θ is carried by epochs that train it on all users' samples, and
-each request adapts a copy. The authors also file a sample under every member of the group; here a sample belongs to the
-user it came from, once.
+groups of a request's arms, by J₂ steps of stochastic gradient descent; the bonus is α ‖g(x; Θ)‖. The authors carry Θ
+from decision to decision; here a decision changes nothing, so Θ is carried by epochs that train it on all users'
+samples, and each request adapts a copy. The authors also file a sample under every member of the group; here a
+sample belongs to the user it came from, once.
 """
 
 from __future__ import annotations
@@ -89,18 +89,18 @@ class PooledLearner(MetaBanLearner):
         theta = self.adapt_meta(shared, pool, query, members)[query.request]  # [N, p]
         mean, factors = output_factors(self.shape, theta, x)
         zeros = [(torch.zeros_like(delta), torch.zeros_like(hidden)) for delta, hidden in factors]
-        guest = (~query.own_in_pool).to(torch.int64)  # [R]
         return Scores(
             mean,
             self.settings.alpha * factor_distance(factors, zeros),
-            (members.sum(-1) + guest)[query.request],
+            (members.sum(-1) + 1)[query.request],
         )
 
     def adapt_meta(self, shared: State, pool: State, query: Query, members: Tensor) -> Tensor:
-        """J₂ steps of Θ on samples of each request's group: members bool [R, P] → [R, p]."""
+        """J₂ steps of Θ on samples of each request's group, the other members bool [R, P] → [R, p]."""
         requests, users = members.shape
-        own = torch.where(query.own_in_pool, 0.0, query.own["samples"])  # [R]
-        held = torch.cat([members * pool["samples"], own.unsqueeze(-1)], dim=1)  # [R, P+1] samples to draw from
+        held = torch.cat(
+            [members * pool["samples"], query.own["samples"].unsqueeze(-1)], dim=1
+        )  # [R, P+1] samples to draw from
         ends = held.cumsum(1)
         total = ends[:, -1:]  # [R, 1]
         theta = shared["theta"].expand(requests, -1)

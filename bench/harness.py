@@ -1,0 +1,118 @@
+"""The whole loop in one process, of the service's and the worker's own parts: what is benchmarked is what is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from models.exploration import Policy, decision_generator, draw_slate
+from models.features import FeatureLayout, assemble, infer_layout
+from models.learner import State
+from models.presets import build_learner
+from models.settings import MetaBanSettings
+from service.served import ScoreRequest, ServedModel
+from store.codec import Sample
+from store.users import UserState
+from worker.epochs import choose_teachers, derive_shared
+from worker.trainer import USERS_PER_FIT, Pupil, Trainer
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision: the arm's place, the learner's input for it, and how it came about."""
+
+    arm: int
+    inputs: NDArray[np.float32]
+    propensity: float
+    score: float
+    user_events: int
+
+
+@final
+class LocalLoop:
+    """Decide and learn at once; every event is applied before the next decision."""
+
+    def __init__(
+        self,
+        settings: MetaBanSettings,
+        policy: Policy,
+        *,
+        inputs: FeatureLayout,
+        seed: int = 0,
+        samples_kept: int = 256,
+        pool_max: int = 2_048,
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or torch.device("cpu")
+        self.layout = inputs
+        learner = build_learner(settings, inputs.dimension)
+        self._policy = policy
+        self._seed = seed
+        self._samples_kept = samples_kept
+        self._trainer = Trainer(learner, device, user_weight=settings.user_weight)
+        self._served = ServedModel(learner, device, pool_max=pool_max, guests_max=pool_max)
+        self._shared: State = {name: tensor.to(device) for name, tensor in learner.initial_shared().items()}
+        self._samples: dict[str, list[Sample]] = {}
+        self._states: dict[str, UserState] = {}
+        self._applied = 0
+
+    def choose(self, user_id: str, arms: Sequence[Sequence[float]], decision_id: str) -> Choice:
+        """One arm for a user."""
+        inputs = assemble(self.layout, arms, None)
+        scores = self._served.score([ScoreRequest(user_id, inputs)])[0]
+        generator = decision_generator(self._seed, decision_id)
+        slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, generator)
+        arm = slate.chosen[0]
+        score = float(scores.mean[arm] + scores.bonus[arm])
+        return Choice(arm, inputs[arm], slate.propensities[0], score, scores.user_events)
+
+    def learn(self, user_id: str, choice: Choice, reward: float) -> None:
+        """Apply one event, and the epoch it makes due."""
+        sample = Sample(choice.inputs, reward, choice.propensity, self._served.epoch_number, 0, "")
+        kept = self._samples.setdefault(user_id, [])
+        kept.append(sample)
+        del kept[: -self._samples_kept]
+        before = self._states.get(user_id)
+        version = (before.version if before else 0) + 1
+        pupil = Pupil(user_id, version, kept, before.tensors if before else None)
+        self._publish([pupil], self._served.epoch_number)
+        self._applied += 1
+        if self._trainer.learner.epoch_due(self._served.epoch_events, self._applied):
+            self._advance()
+
+    def _publish(self, pupils: Sequence[Pupil], epoch: int) -> None:
+        fitted = self._trainer.fit(self._shared, pupils)
+        states = [
+            UserState(pupil.user_id, 0, pupil.events, epoch, tensors)
+            for pupil, tensors in zip(pupils, fitted.states, strict=True)
+        ]
+        self._states |= {state.user_id: state for state in states}
+        self._served.put(states)
+
+    def _advance(self) -> None:
+        events, number = self._served.epoch_events, self._served.epoch_number + 1
+        teachers = [Pupil(user, 0, self._samples[user], None) for user in choose_teachers(list(self._samples))]
+        refit = self._trainer.learner.refit_due(events, self._applied)
+        self._shared = derive_shared(self._trainer, self._shared, teachers, events, self._applied)
+        arrays = {name: tensor.cpu().numpy() for name, tensor in self._shared.items()}
+        self._served.adopt_epoch(number, self._applied, arrays, ())
+        if refit:
+            ordered = sorted(self._samples)
+            for start in range(0, len(ordered), USERS_PER_FIT):
+                users = ordered[start : start + USERS_PER_FIT]
+                self._publish(
+                    [Pupil(user, self._states[user].version, self._samples[user], None) for user in users], number
+                )
+
+
+def plain_layout(dimension: int) -> FeatureLayout:
+    """Arms of so many numbers, no context, with the constant: what the service infers from such arms."""
+    return infer_layout(
+        [[0.0] * dimension], None, products=False, intercept=True, hash_dimension=1, max_dimension=dimension + 1
+    )

@@ -1,0 +1,101 @@
+"""All users' learners as one tensor a field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from models.learner import State
+
+#: Rows of an empty bank.
+FIRST_CAPACITY = 64
+
+
+@final
+class UserBank:
+    """Users in rows, learner fields in columns.
+
+    Rows are contiguous, so that the whole population is a view. Capacity doubles when it is used up: over its life a
+    bank copies each row about once, however many users arrive. Removing a user moves the last row into the gap.
+    """
+
+    def __init__(self, fields: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        self._columns = {
+            name: torch.empty((FIRST_CAPACITY, *shape), dtype=dtype, device=device) for name, shape in fields.items()
+        }
+        self._events = torch.empty(FIRST_CAPACITY, dtype=torch.int64, device=device)
+        self._rows: dict[str, int] = {}
+        self._users: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def __contains__(self, user: str) -> bool:
+        return user in self._rows
+
+    @property
+    def users(self) -> Sequence[str]:
+        """User ids in the order of their rows."""
+        return self._users
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return self._events.shape[0]
+
+    def row(self, user: str) -> int | None:
+        """The row of a user; valid until a user is removed."""
+        return self._rows.get(user)
+
+    def put(self, users: Sequence[str], states: State, events: Sequence[int]) -> None:
+        """Write users' states, each field [B, …]; new users get the next rows."""
+        fresh = [user for user in dict.fromkeys(users) if user not in self._rows]
+        self._reserve(len(self._users) + len(fresh))
+        for user in fresh:
+            self._rows[user] = len(self._users)
+            self._users.append(user)
+        rows = torch.tensor([self._rows[user] for user in users], device=self._events.device)
+        for name, column in self._columns.items():
+            column[rows] = states[name].to(column)
+        self._events[rows] = torch.tensor(events, dtype=torch.int64, device=self._events.device)
+
+    def remove(self, user: str) -> None:
+        """Drop a user."""
+        row, last = self._rows.pop(user), len(self._users) - 1
+        if row != last:
+            for column in (*self._columns.values(), self._events):
+                column[row] = column[last]
+            moved = self._users[last]
+            self._users[row], self._rows[moved] = moved, row
+        self._users.pop()
+
+    def view(self) -> State:
+        """Every field of every user, [P, …], without a copy."""
+        return {name: column[: len(self._users)] for name, column in self._columns.items()}
+
+    def events(self, user: str) -> int:
+        """Events behind a user's state."""
+        return int(self._events[self._rows[user]])
+
+    def state(self, user: str) -> State:
+        """One user's fields, without a copy."""
+        row = self._rows[user]
+        return {name: column[row] for name, column in self._columns.items()}
+
+    def _reserve(self, rows: int) -> None:
+        capacity = self.capacity
+        while capacity < rows:
+            capacity *= 2
+        if capacity > self.capacity:
+            used = len(self._users)
+            self._columns = {name: _grown(column, capacity, used) for name, column in self._columns.items()}
+            self._events = _grown(self._events, capacity, used)
+
+
+def _grown(column: Tensor, capacity: int, used: int) -> Tensor:
+    larger = column.new_empty((capacity, *column.shape[1:]))
+    larger[:used] = column[:used]
+    return larger

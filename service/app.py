@@ -1,0 +1,68 @@
+"""The app: routes, middleware and error handlers around one engine. Nothing is made at import."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, cast
+
+import structlog
+from fastapi import FastAPI
+
+from service.edge import Edge, attach_edge
+from service.limits import BodyLimit
+from service.metrics import Metrics
+from service.middleware import RequestContext
+from service.openapi import DESCRIPTION, install_openapi
+from service.problems import install_handlers
+from service.routes import feedback, health, recommend
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.engine import Engine
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = None) -> FastAPI:
+    """An app that starts and stops the engine with itself; give both the same metrics to see the engine's gauges."""
+    metrics = metrics or Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await engine.start()
+        except Exception as error:
+            app.state.start_failure = error
+            raise
+        _log.info("ready", namespace=settings.namespace, version=app.version)
+        try:
+            yield
+        finally:
+            await engine.stop()
+
+    app = FastAPI(
+        title="metaban",
+        version=version("metaban"),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+        # A redirect answers before the key and the body are looked at, and loses the body of a POST.
+        redirect_slashes=False,
+    )
+    app.state.start_failure = None
+    attach_edge(app, Edge(settings, engine, metrics))
+    for routes in (recommend, feedback, health):
+        app.include_router(routes.router)
+    install_handlers(app)
+    install_openapi(app, settings)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestContext, metrics=metrics)
+    return app
+
+
+def start_failure(app: FastAPI) -> Exception | None:
+    """Why the engine did not start; servers tell no more than that the app failed."""
+    return cast(Exception | None, app.state.start_failure)

@@ -1,0 +1,68 @@
+"""Keys: clients send one in X-API-Key, the service knows only SHA-256 digests of those it accepts.
+
+Keys are 256 random bits, so a plain hash hides them: there is nothing to guess, and no need for a slow one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Final, final
+
+from fastapi import Request, Security
+from fastapi.security import APIKeyHeader
+
+from service.edge import edge_of
+from service.errors import Unauthorized
+
+KEY_HEADER: Final = "X-API-Key"
+KEY_BYTES: Final = 32
+
+_header = APIKeyHeader(
+    name=KEY_HEADER,
+    auto_error=False,
+    description="A client key; not needed when the service has none (then it listens on loopback only).",
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FreshKey:
+    """A new key, and what the service is told of it."""
+
+    key: str
+    digest: str
+
+    @classmethod
+    def generate(cls) -> FreshKey:
+        """256 random bits."""
+        key = secrets.token_urlsafe(KEY_BYTES)
+        return cls(key, digest_of(key))
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key, in hex."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def is_known(key: str, digests: Iterable[str]) -> bool:
+    """Whether the key has one of the digests; takes the same time whichever it is, or none."""
+    offered = digest_of(key)
+    known = False
+    for digest in digests:
+        known |= hmac.compare_digest(offered, digest)
+    return known
+
+
+async def require_client(request: Request, key: Annotated[str | None, Security(_header)]) -> None:
+    """Refuse a request without a client's or an admin's key, if keys are configured."""
+    settings = edge_of(request).settings
+    if not settings.has_keys:
+        return
+    if key is None:
+        raise Unauthorized(f"Send a key in the {KEY_HEADER} header.")
+    if not is_known(key, [*settings.client_keys, *settings.admin_keys]):
+        raise Unauthorized(f"The key in the {KEY_HEADER} header is not known here.")

@@ -1,0 +1,232 @@
+"""The `metaban` command. What is heavy (torch, the engine, the worker) is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from service.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from service.server import Running
+
+#: Exit status of a command that was asked for something impossible, as typer has it for wrong options.
+WRONG_USE: Final = 2
+LEVEL_COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+EPILOG: Final = """
+[bold]Examples[/bold]
+
+  metaban serve                                   the service, its worker and a private Valkey; state in ./data
+
+  METABAN_DATA_DIR=/srv/metaban metaban serve     the same, with the state elsewhere
+
+  REDIS_URL=redis://10.0.0.5 metaban serve        with a Redis 7 or Valkey of your own
+
+  metaban doctor                                  what is missing on this machine, and what to do
+
+Settings are environment variables; `metaban settings` lists all of them.
+"""
+
+app = typer.Typer(
+    name="metaban",
+    help="Online recommendations from neural bandits: ask which arm to show, say how it went, get better answers.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    # Local variables hold URLs with passwords.
+    pretty_exceptions_show_locals=False,
+)
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(f"metaban {version('metaban')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+Host = Annotated[str, typer.Option(help="Address to listen on. Without keys only a loopback address is accepted.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+
+
+@app.command(
+    epilog="""
+[bold]Try it[/bold]
+
+  curl -s localhost:8000/recommend -H 'Content-Type: application/json' -d \\
+    '{"user_id": "u1", "arms": [{"id": "a", "features": [1, 0]}, {"id": "b", "features": [0, 1]}]}'
+
+  curl -s localhost:8000/feedback -H 'Content-Type: application/json' -d \\
+    '{"decision_id": "…", "reward": 1}'
+
+Ctrl-C and SIGTERM stop in order: no new requests, those under way, the worker, the private Valkey.
+"""
+)
+def serve(
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    worker: Annotated[
+        bool, typer.Option("--worker/--no-worker", help="Also run a worker, which learns from the rewards.")
+    ] = True,
+) -> None:
+    """Serve recommendations over HTTP."""
+    settings = _settings()
+    from service.logging import configure_logging
+    from service.server import ServeError, serve
+    from store.errors import StoreError
+
+    configure_logging(settings.log_format, settings.log_level)
+    try:
+        serve(settings, host, port, with_worker=worker, announce=lambda running: _announce(settings, running))
+    except (ServeError, StoreError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        stderr.print("stopped before it had started")
+
+
+@app.command()
+def worker() -> None:
+    """Learn from rewards, without serving requests.
+
+    Needs REDIS_URL: any number of workers may share the store of any number of `metaban serve --no-worker`.
+    """
+    settings = _settings()
+    if settings.redis_url is None:
+        _fail("set REDIS_URL to the store to work on; `metaban serve` has a worker for its private Valkey already")
+    from service.logging import configure_logging
+    from service.supervisor import end_with_parent
+    from store.errors import StoreError
+    from worker.runtime import WorkerSettings, run_worker
+
+    configure_logging(settings.log_format, settings.log_level)
+    end_with_parent()
+    try:
+        run_worker(
+            settings.redis_url,
+            WorkerSettings(
+                namespace=settings.namespace,
+                samples_kept=settings.samples_kept,
+                dedupe_window_s=settings.dedupe_window_s,
+                backlog_limit=settings.backlog_limit,
+                candidate_pool=settings.candidate_pool,
+                device=settings.device,
+                torch_threads=settings.torch_threads,
+            ),
+        )
+    except StoreError as error:
+        _fail(str(error))
+
+
+@app.command()
+def doctor(host: Host = "127.0.0.1", port: Port = 8000) -> None:
+    """Look for what would keep the service from running here. Exits with 1 when something would."""
+    settings = _settings()
+    from service.doctor import collect
+
+    checks = collect(settings, host=host, port=port)
+    table = Table("", "check", "found", "what to do", box=None, pad_edge=False)
+    for check in checks:
+        colour = LEVEL_COLOURS[check.level]
+        table.add_row(f"[{colour}]{check.level}[/]", check.name, escape(check.detail), escape(check.advice))
+    stdout.print(table, soft_wrap=False)
+    if any(check.level == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def key() -> None:
+    """Make a key for clients. Only its digest is given to the service; the key is shown once."""
+    from service.auth import FreshKey
+
+    fresh = FreshKey.generate()
+    stdout.print(f"key     {fresh.key}\ndigest  {fresh.digest}", markup=False)
+    stderr.print(
+        "\nClients send the key in the X-API-Key header. The service knows it by its digest (several: by commas):\n"
+        f"  METABAN_CLIENT_KEYS={fresh.digest}",
+        markup=False,
+    )
+
+
+@app.command("settings")
+def show_settings() -> None:
+    """List every setting: its variable, its value now, and what it means. Secrets are not shown."""
+    settings = _settings()
+    table = Table("variable", "value", "meaning", box=None, pad_edge=False)
+    for name, field in Settings.model_fields.items():
+        variable = "REDIS_URL" if name == "redis_url" else f"METABAN_{name.upper()}"
+        value = getattr(settings, name)
+        if not field.repr:
+            shown = "(set)" if value else "(unset)"
+        else:
+            shown = "(the preset's)" if value is None else str(value)
+        table.add_row(variable, escape(shown), escape(field.description or ""))
+    stdout.print(table, soft_wrap=False)
+
+
+# -- benchmarks: their commands live in bench/ and are added to this group ------------------------------------------
+
+bench_app = typer.Typer(help="Measure what the README claims, on this machine.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    pass
+
+
+app.add_typer(bench_app, name="bench")
+
+# -------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The console entry."""
+    app()
+
+
+def _settings() -> Settings:
+    try:
+        return load_settings()
+    except SettingsError as error:
+        stderr.print(f"[red]these settings cannot be used[/]\n{escape(str(error))}")
+        raise typer.Exit(WRONG_USE) from None
+
+
+def _fail(message: str) -> NoReturn:
+    stderr.print(f"[red]error[/] {escape(message)}")
+    raise typer.Exit(1)
+
+
+def _announce(settings: Settings, running: Running) -> None:
+    worker = "none (--no-worker)" if running.worker_pid is None else f"process {running.worker_pid}"
+    stdout.print(
+        f"metaban {version('metaban')}\n"
+        f"  service    {running.url}\n"
+        f"  docs       {running.url}/docs\n"
+        f"  data       {settings.data_dir.resolve()}\n"
+        f"  store      {running.store}\n"
+        f"  namespace  {settings.namespace}\n"
+        f"  worker     {worker}",
+        markup=False,
+    )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

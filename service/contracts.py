@@ -1,0 +1,111 @@
+"""What crosses the seam between the HTTP edge and the engine: commands in, outcomes out.
+
+Everything here was validated by `service.intake`: ids are clean text of bounded length, numbers are finite and
+fit float32, there is at least one arm, arms have distinct ids and, when their features are lists, one length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+#: One named feature: numbers enter as they are, strings and booleans are hashed.
+FeatureValue: TypeAlias = float | str | bool
+#: An arm or a context: plain numbers, or an object of named ones.
+Features: TypeAlias = list[float] | dict[str, FeatureValue]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArmInput:
+    """One arm to choose from."""
+
+    id: str
+    features: Features
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecommendCommand:
+    """Which of these arms for this user?"""
+
+    user_id: str
+    arms: tuple[ArmInput, ...]
+    context: Features | None
+    k: int
+    decision_id: str | None
+    #: SHA-256 of the request without its decision_id: the same decision_id with another one is a conflict.
+    fingerprint: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankedItem:
+    """One chosen arm, and how likely it was to be chosen at its rank (1 is the first)."""
+
+    arm_id: str
+    rank: int
+    score: float
+    mean: float
+    bonus: float
+    propensity: float
+    group_size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """A decision as it was recorded."""
+
+    decision_id: str
+    items: tuple[RankedItem, ...]
+    policy: str
+    #: Number of the epoch whose shared parameters scored the arms.
+    model_version: int
+    #: "meta" for a user without events, who is served by the meta-learner; None for everyone else.
+    cold_start: str | None
+    #: The decision was made by an earlier request with the same decision_id.
+    replayed: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RewardCommand:
+    """How one chosen arm of a decision went."""
+
+    decision_id: str
+    #: None means the only arm of a decision with k = 1.
+    arm_id: str | None
+    reward: float
+    event_id: str | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A reward that cannot be learned: its place in the request and why."""
+
+    index: int
+    code: str
+    detail: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FeedbackOutcome:
+    """What became of the rewards of one request."""
+
+    accepted: int
+    duplicates: int
+    rejected: tuple[Rejection, ...]
+    #: Whether all of them are in the served model; None when the caller did not wait for it.
+    applied: bool | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One line of the readiness report."""
+
+    ok: bool
+    detail: str

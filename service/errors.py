@@ -1,0 +1,175 @@
+"""What the service tells a client it could not do.
+
+    ServiceError
+    ├── InvalidInput         422  /problems/invalid-input         a field cannot be used; `errors` names it
+    ├── MalformedBody        400  /problems/malformed-body        the body is not JSON at all
+    ├── Unauthorized         401  /problems/unauthorized          no key, or a wrong one
+    ├── UnknownDecision      404  /problems/unknown-decision      never made, or its reward window is over
+    ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
+    ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
+    ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
+    ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
+    ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
+    └── Unavailable          503  /problems/unavailable           come back after `retry_after_s`
+
+`service.problems` turns these into problem documents, and does the same for the errors of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias, final
+
+#: Where in the request: names of members and places in lists, such as ("arms", 3, "features", 1).
+FieldPath: TypeAlias = Sequence[str | int]
+
+#: A client that is turned away without a better guess comes back after this long.
+DEFAULT_RETRY_AFTER_S = 1.0
+
+
+def format_field(path: FieldPath) -> str:
+    """A path as a client would write it: `arms[3].features[1]`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """One thing wrong with one field; the empty path is the whole body."""
+
+    field: str
+    detail: str
+
+
+class ServiceError(Exception):
+    """Anything with an answer of its own; `detail` is shown to the client."""
+
+    status: ClassVar[int] = 500
+    slug: ClassVar[str] = "internal"
+    title: ClassVar[str] = "Internal error"
+
+    def __init__(self, detail: str, *, errors: Sequence[FieldError] = (), retry_after_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = tuple(errors)
+        self.retry_after_s = retry_after_s
+
+
+@final
+class InvalidInput(ServiceError):
+    """One field of the request cannot be used."""
+
+    status = 422
+    slug = "invalid-input"
+    title = "Invalid input"
+
+    def __init__(self, field: FieldPath, message: str) -> None:
+        self._describe([FieldError(format_field(field), message)])
+
+    @classmethod
+    def of(cls, errors: Sequence[FieldError]) -> InvalidInput:
+        """Several fields at once; `errors` is not empty."""
+        error = cls((), "")
+        error._describe(errors)
+        return error
+
+    def _describe(self, errors: Sequence[FieldError]) -> None:
+        first = errors[0]
+        detail = f"{first.field}: {first.detail}" if first.field else first.detail
+        if len(errors) > 1:
+            detail += f" (and {len(errors) - 1} more)"
+        super().__init__(detail, errors=errors)
+
+
+@final
+class MalformedBody(ServiceError):
+    """The body is not JSON."""
+
+    status = 400
+    slug = "malformed-body"
+    title = "Malformed body"
+
+
+@final
+class Unauthorized(ServiceError):
+    """No key, or one that is not ours."""
+
+    status = 401
+    slug = "unauthorized"
+    title = "Unauthorized"
+
+
+@final
+class UnknownDecision(ServiceError):
+    """No such decision, or its reward window is over."""
+
+    status = 404
+    slug = "unknown-decision"
+    title = "Unknown decision"
+
+
+@final
+class BodyTimeout(ServiceError):
+    """The client stopped sending."""
+
+    status = 408
+    slug = "body-timeout"
+    title = "Body timed out"
+
+
+@final
+class DecisionConflict(ServiceError):
+    """The decision_id was used before by a request with another body."""
+
+    status = 409
+    slug = "decision-conflict"
+    title = "Decision conflict"
+
+
+@final
+class BodyTooLarge(ServiceError):
+    """The body is longer than the service reads."""
+
+    status = 413
+    slug = "body-too-large"
+    title = "Body too large"
+
+
+@final
+class UnsupportedMedia(ServiceError):
+    """The body is declared as something that is not read here."""
+
+    status = 415
+    slug = "unsupported-media"
+    title = "Unsupported media type"
+
+
+@final
+class Overloaded(ServiceError):
+    """More work waits than can be done in time."""
+
+    status = 503
+    slug = "overloaded"
+    title = "Overloaded"
+
+    def __init__(self, detail: str, *, retry_after_s: float = DEFAULT_RETRY_AFTER_S) -> None:
+        super().__init__(detail, retry_after_s=retry_after_s)
+
+
+@final
+class Unavailable(ServiceError):
+    """Something the service needs does not answer."""
+
+    status = 503
+    slug = "unavailable"
+    title = "Temporarily unavailable"
+
+    def __init__(self, detail: str, *, retry_after_s: float = DEFAULT_RETRY_AFTER_S) -> None:
+        super().__init__(detail, retry_after_s=retry_after_s)

@@ -1,0 +1,81 @@
+"""What /docs shows: bodies are validated by `service.intake`, so that their schemas are put in by hand, once, here."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from service.errors import ServiceError
+from service.problems import MEDIA_TYPE
+from service.schemas import Problem, RecommendRequest, RewardBatch, RewardIn
+from service.settings import Settings
+
+REF: Final = "#/components/schemas/{model}"
+BODY_MODELS: Final[tuple[type[BaseModel], ...]] = (RecommendRequest, RewardIn, RewardBatch, Problem)
+
+DESCRIPTION: Final = """
+Online recommendations that learn: ask which arm to show a user, say how it went, and the next answer is better, for
+that user, for users who agree with them, and for users never seen.
+
+1. `POST /recommend` with the user and the arms there are; show the first item of the answer.
+2. `POST /feedback` with the `decision_id` of the answer and a reward between 0 and 1.
+
+Errors are problem documents (RFC 9457); `instance` is the request id to look for in the logs.
+"""
+
+
+def json_body(*models: type[BaseModel], examples: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The part of a route's documentation that describes its body: one of the models."""
+    references = [{"$ref": REF.format(model=model.__name__)} for model in models]
+    content: dict[str, Any] = {"schema": references[0] if len(references) == 1 else {"anyOf": references}}
+    if examples:
+        content["examples"] = examples
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def problem_responses(*errors: type[ServiceError]) -> dict[int | str, dict[str, Any]]:
+    """The part of a route's documentation that describes how it fails."""
+    documents: dict[int | str, dict[str, Any]] = {}
+    for error in errors:
+        headers = {
+            "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait before the next try."}
+        }
+        documents[error.status] = {
+            "description": (error.__doc__ or error.title).strip(),
+            "content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}},
+            **({"headers": headers} if error.status == 503 else {}),
+        }
+    return documents
+
+
+def install_openapi(app: FastAPI, settings: Settings) -> None:
+    """Let the app describe itself with the limits it runs with."""
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _schema(app, settings)
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+def _schema(app: FastAPI, settings: Settings) -> dict[str, Any]:
+    schema = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes, tags=app.openapi_tags
+    )
+    _, models = models_json_schema([(model, "validation") for model in BODY_MODELS], ref_template=REF)
+    components = schema.setdefault("components", {}).setdefault("schemas", {})
+    components.update(models["$defs"])
+    components["RecommendRequest"]["properties"]["arms"]["maxItems"] = settings.max_arms
+    for features in _with_type(components["ArmIn"], "array"):
+        features["maxItems"] = settings.max_dimension
+    return schema
+
+
+def _with_type(schema: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The alternatives for an arm's features that are of this JSON type."""
+    return [option for option in schema["properties"]["features"]["oneOf"] if option.get("type") == kind]

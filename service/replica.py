@@ -1,0 +1,246 @@
+"""Keeps the served parameters fresh: tails the update logs, loads what moved, checks it, swaps it in.
+
+A user fitted under an epoch that is not published yet waits for that epoch: parameters of two epochs are not mixed
+where one changes the inputs. After an outage, or when a log was trimmed past our place in it, versions are compared
+instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import final
+
+import structlog
+
+from service.metrics import Metrics
+from service.served import ServedModel
+from store.epochs import Epoch, EpochStore
+from store.errors import StoreError, StoreUnavailable
+from store.users import UpdateEntry, UserState, UserStore
+
+#: Longest wait for news; also how long a stop may take.
+TAIL_BLOCK_MS = 1_000
+TAIL_ENTRIES = 512
+#: Users loaded in one go.
+LOAD_USERS = 256
+#: Pause after the store did not answer.
+UNAVAILABLE_PAUSE_S = 0.25
+#: Applied events remembered for callers that ask after the fact.
+APPLIED_REMEMBERED = 65_536
+
+log = structlog.get_logger()
+
+
+@final
+class Replica:
+    """One namespace's parameters in this process."""
+
+    def __init__(
+        self,
+        users: UserStore,
+        epochs: EpochStore,
+        model: ServedModel,
+        compute: Executor,
+        metrics: Metrics,
+        *,
+        partitions: int,
+    ) -> None:
+        self._users = users
+        self._epochs = epochs
+        self._model = model
+        self._compute = compute
+        self._metrics = metrics
+        self._partitions = partitions
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failing: set[str] = set()
+        self._applied: dict[int, int] = {}
+        self._seen: OrderedDict[tuple[int, str], None] = OrderedDict()
+        self._waiters: dict[tuple[int, str], asyncio.Future[None]] = {}
+        self._deferred: dict[str, list[tuple[int, str]]] = {}
+        self._adopting = asyncio.Lock()
+        self._epoch_changed = asyncio.Condition()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every log is being followed."""
+        return bool(self._tasks) and not self._failing and not any(task.done() for task in self._tasks)
+
+    async def start(self) -> None:
+        """Load what is there, then follow the logs from just before that."""
+        epoch_cursor = await self._epochs.log_head()
+        cursors = {partition: await self._users.log_head(partition) for partition in range(self._partitions)}
+        await self._adopt_current()
+        for partition in range(self._partitions):
+            await self._resync(partition)
+        self._tasks = [asyncio.create_task(self._follow_epochs(epoch_cursor))]
+        self._tasks += [asyncio.create_task(self._follow(partition, cursor)) for partition, cursor in cursors.items()]
+
+    async def stop(self) -> None:
+        """Stop following; what is loaded stays served."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def ensure(self, user: str) -> None:
+        """Have a user's state at hand if they have one, wherever they are."""
+        if user not in self._model:
+            await self._put((await self._users.load([user])).values())
+
+    async def wait_applied(self, partition: int, entry_id: str, timeout_s: float) -> bool:
+        """Whether an event is in the served parameters, and every epoch it made due, within the time given."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait_entry((partition, entry_id))
+                async with self._epoch_changed:
+                    await self._epoch_changed.wait_for(lambda: not self._epoch_due())
+        except TimeoutError:
+            return False
+        return True
+
+    async def _wait_entry(self, entry: tuple[int, str]) -> None:
+        if entry in self._seen:
+            return
+        waiter = self._waiters.get(entry)
+        if waiter is None:
+            waiter = self._waiters[entry] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.shield(waiter)
+        finally:
+            if not waiter.done():
+                self._waiters.pop(entry, None)
+
+    def _epoch_due(self) -> bool:
+        return self._model.learner.epoch_due(self._model.epoch_events, sum(self._applied.values()))
+
+    async def _follow(self, partition: int, cursor: str) -> None:
+        place = f"partition {partition}"
+        while True:
+            try:
+                if place in self._failing or await self._lost(partition, cursor):
+                    head = await self._users.log_head(partition)
+                    await self._resync(partition)
+                    cursor = head
+                self._failing.discard(place)
+                entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
+                if entries:
+                    await self._absorb(partition, entries)
+                    cursor = entries[-1].cursor
+            except StoreError as error:
+                await self._pause(place, error)
+
+    async def _lost(self, partition: int, cursor: str) -> bool:
+        """Whether lines of the log after `cursor` were trimmed before we read them."""
+        return await self._users.gap(partition, cursor)
+
+    async def _follow_epochs(self, cursor: str) -> None:
+        while True:
+            try:
+                if "epochs" in self._failing:
+                    await self._adopt_current()
+                self._failing.discard("epochs")
+                published = await self._epochs.tail(cursor, TAIL_BLOCK_MS)
+                if published:
+                    await self._adopt_current()
+                    cursor = published[-1][0]
+            except StoreError as error:
+                await self._pause("epochs", error)
+
+    async def _pause(self, place: str, error: StoreError) -> None:
+        if place not in self._failing:
+            report = log.warning if isinstance(error, StoreUnavailable) else log.error
+            report("replica fell behind", following=place, error=str(error))
+        self._failing.add(place)
+        await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+
+    async def _absorb(self, partition: int, entries: list[UpdateEntry]) -> None:
+        """Load the users of some log lines and tell those who wait for them."""
+        wanted = [user for user in dict.fromkeys(entry.user_id for entry in entries) if self._model.wants(user)]
+        early = await self._load(wanted)
+        self._applied[partition] = max(self._applied.get(partition, 0), entries[-1].applied)
+        for entry in entries:
+            applied = [(partition, entry_id) for entry_id in entry.entry_ids]
+            if entry.user_id in early:
+                self._deferred.setdefault(entry.user_id, []).extend(applied)
+            else:
+                self._settle(applied)
+        self._metrics.freshness_seconds.observe(max(0.0, time.time() - int(entries[0].cursor.split("-")[0]) / 1_000))
+        self._metrics.users_resident.set(len(self._model))
+        async with self._epoch_changed:
+            self._epoch_changed.notify_all()
+
+    async def _load(self, users: Iterable[str]) -> set[str]:
+        """Load users and serve them; returns those fitted under an epoch that is not served yet."""
+        ids = list(users)
+        early: set[str] = set()
+        for start in range(0, len(ids), LOAD_USERS):
+            states = await self._users.load(ids[start : start + LOAD_USERS])
+            early |= await self._put(states.values())
+        for user in early:
+            self._deferred.setdefault(user, [])
+        return early
+
+    async def _put(self, states: Iterable[UserState]) -> set[str]:
+        served = self._model.epoch_number
+        ready = [state for state in states if state.epoch <= served]
+        early = {state.user_id for state in states if state.epoch > served}
+        if ready:
+            await self._run(lambda: self._model.put(ready))
+        return early
+
+    async def _resync(self, partition: int) -> None:
+        """Compare versions with the store's, and load what differs."""
+        versions = await self._users.versions(partition)
+        applied = await self._users.applied()
+        moved = []
+        for user, (incarnation, version) in versions.items():
+            held = self._model.holds(user)
+            if held is not None and (held.incarnation, held.version) == (incarnation, version):
+                continue
+            if self._model.wants(user):
+                moved.append(user)
+        await self._load(sorted(moved))
+        self._applied[partition] = applied[partition]
+
+    async def _adopt_current(self) -> None:
+        """Serve the newest epoch, with the users that were waiting for it or have to change with it."""
+        async with self._adopting:
+            epoch = await self._epochs.current()
+            if epoch is None or epoch.number <= self._model.epoch_number:
+                return
+            refitted = self._model.learner.refit_due(self._model.epoch_events, epoch.events)
+            wanted = set(self._deferred) | {user for user in epoch.members if user not in self._model}
+            if refitted:
+                wanted |= set(self._model.users())
+            states: list[UserState] = []
+            ordered = sorted(wanted)
+            for start in range(0, len(ordered), LOAD_USERS):
+                states += (await self._users.load(ordered[start : start + LOAD_USERS])).values()
+            await self._run(lambda: self._swap(epoch, states))
+            self._metrics.served_epoch.set(epoch.number)
+            waiting, self._deferred = self._deferred, {}
+            for entries in waiting.values():
+                self._settle(entries)
+            log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))
+        async with self._epoch_changed:
+            self._epoch_changed.notify_all()
+
+    def _swap(self, epoch: Epoch, states: list[UserState]) -> None:
+        self._model.adopt_epoch(epoch.number, epoch.events, epoch.tensors, epoch.members)
+        self._model.put([state for state in states if state.epoch <= epoch.number])
+
+    def _settle(self, entries: Iterable[tuple[int, str]]) -> None:
+        for entry in entries:
+            self._seen[entry] = None
+            waiter = self._waiters.pop(entry, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+        while len(self._seen) > APPLIED_REMEMBERED:
+            self._seen.popitem(last=False)
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        """Touch the model on the one thread that owns it."""
+        await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -1,0 +1,72 @@
+"""GET /health/live, /health/ready and /metrics: for orchestrators and for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import structlog
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from service.auth import require_client
+from service.contracts import CheckResult
+from service.edge import edge_of
+from service.errors import Unauthorized
+from service.openapi import problem_responses
+from service.schemas import CheckOut, LiveResponse, ReadyResponse
+from store.errors import StoreError
+
+#: Probes give up after a few seconds; an answer after that helps nobody.
+READINESS_TIMEOUT_S: Final = 3.0
+
+_log = structlog.stdlib.get_logger(__name__)
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health/live", summary="Does the process answer?")
+async def live(request: Request) -> LiveResponse:
+    """Always 200: a failure to answer is the signal to restart."""
+    return LiveResponse(version=request.app.version)
+
+
+@router.get(
+    "/health/ready",
+    summary="May traffic be sent here?",
+    response_model=ReadyResponse,
+    responses={503: {"model": ReadyResponse, "description": "Not now; `checks` says why."}},
+)
+async def ready(request: Request) -> Response:
+    """200 when everything that answers requests is there, 503 otherwise."""
+    try:
+        async with asyncio.timeout(READINESS_TIMEOUT_S):
+            checks = await edge_of(request).engine.readiness()
+    except TimeoutError:
+        checks = {"engine": CheckResult(False, f"no answer within {READINESS_TIMEOUT_S:g} s")}
+    passed = all(check.ok for check in checks.values())
+    answer = ReadyResponse(
+        status="ready" if passed else "not ready",
+        checks={name: CheckOut(ok=check.ok, detail=check.detail) for name, check in checks.items()},
+    )
+    return Response(answer.model_dump_json(), 200 if passed else 503, media_type="application/json")
+
+
+@router.get(
+    "/metrics",
+    summary="Counters for Prometheus",
+    dependencies=[Depends(require_client)],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}, **problem_responses(Unauthorized)},
+)
+async def metrics(request: Request) -> Response:
+    """Latencies, decisions, rewards, backlog and freshness, in the Prometheus text format."""
+    edge = edge_of(request)
+    try:
+        async with asyncio.timeout(READINESS_TIMEOUT_S):
+            await edge.engine.refresh_gauges()
+    except (StoreError, TimeoutError) as error:
+        # What this process counted is worth most while the store is away.
+        _log.warning("gauges_not_refreshed", reason=str(error) or "timed out")
+    content, media_type = edge.metrics.render(request.headers.get("accept", ""))
+    return Response(content, headers={"Content-Type": media_type})

@@ -1,0 +1,64 @@
+"""POST /recommend: which of these arms for this user?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from service.auth import require_client
+from service.edge import edge_of
+from service.errors import (
+    BodyTooLarge,
+    DecisionConflict,
+    InvalidInput,
+    MalformedBody,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMedia,
+)
+from service.intake import parse_json, read_body, recommend_command
+from service.openapi import json_body, problem_responses
+from service.schemas import ItemOut, RecommendRequest, RecommendResponse
+
+router = APIRouter(tags=["recommendations"], dependencies=[Depends(require_client)])
+
+
+@router.post(
+    "/recommend",
+    summary="Choose arms for a user",
+    response_model=RecommendResponse,
+    openapi_extra=json_body(RecommendRequest),
+    responses=problem_responses(
+        MalformedBody,
+        Unauthorized,
+        DecisionConflict,
+        BodyTooLarge,
+        UnsupportedMedia,
+        InvalidInput,
+        Unavailable,
+    ),
+)
+async def recommend(request: Request) -> Response:
+    """Rank the arms by what the user, the users who agree with them, and all users together have taught the
+    service, and choose `k` of them.
+
+    The decision is recorded before it is answered: send its id back with the reward. Arms may be explored rather
+    than exploited; `propensity` tells how likely each choice was.
+    """
+    body = await read_body(request)
+    arrived_s = time.perf_counter()
+    edge = edge_of(request)
+    decision = await edge.engine.recommend(recommend_command(parse_json(body), edge.settings))
+    edge.metrics.count_decision(decision.policy, decision.cold_start, replayed=decision.replayed)
+    answer = RecommendResponse(
+        decision_id=decision.decision_id,
+        items=[ItemOut(**asdict(item)) for item in decision.items],
+        policy=decision.policy,
+        model_version=decision.model_version,
+        cold_start=decision.cold_start,
+        took_ms=round((time.perf_counter() - arrived_s) * 1e3, 3),
+    )
+    return Response(answer.model_dump_json(), media_type="application/json")

@@ -1,0 +1,289 @@
+"""The JSON of requests and responses, as OpenAPI shows it.
+
+Nothing is guessed: a boolean is not a number, a number in quotes is not a number, unknown members are refused.
+Limits that are settings, and what no single field can tell, are checked in `service.intake`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal, TypeAlias, final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic_core import PydanticCustomError
+
+#: Larger numbers overflow float32 as soon as they are squared or summed.
+MAX_MAGNITUDE: Final = 1e30
+MAX_ID_CHARS: Final = 256
+MAX_ITEMS: Final = 100
+MAX_EVENTS: Final = 1000
+DECISION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+#: Pydantic puts the name of a union's member into the path of an error; these are taken out again.
+LIST, OBJECT, NUMBER, TEXT, FLAG = "<list>", "<object>", "<number>", "<text>", "<flag>"
+UNION_TAGS: Final = frozenset({LIST, OBJECT, NUMBER, TEXT, FLAG})
+
+
+def _without_control_characters(text: str) -> str:
+    if CONTROL_CHARACTERS.search(text):
+        raise PydanticCustomError("control_character", "must not contain control characters")
+    return text
+
+
+def _kind_of_features(value: Any) -> str | None:
+    return LIST if isinstance(value, list) else OBJECT if isinstance(value, dict) else None
+
+
+def _kind_of_value(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return FLAG
+    return NUMBER if isinstance(value, int | float) else TEXT if isinstance(value, str) else None
+
+
+Identifier: TypeAlias = Annotated[
+    str, Field(min_length=1, max_length=MAX_ID_CHARS), AfterValidator(_without_control_characters)
+]
+DecisionId: TypeAlias = Annotated[str, Field(pattern=DECISION_ID_PATTERN)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]
+NamedValue: TypeAlias = Annotated[
+    Annotated[Number, Tag(NUMBER)]
+    | Annotated[str, Field(max_length=MAX_ID_CHARS), Tag(TEXT)]
+    | Annotated[bool, Tag(FLAG)],
+    Discriminator(
+        _kind_of_value,
+        custom_error_type="feature_value",
+        custom_error_message="must be a number, a string or a boolean",
+    ),
+]
+FeatureName: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+FeaturesIn: TypeAlias = Annotated[
+    Annotated[list[Number], Field(min_length=1, fail_fast=True), Tag(LIST)]
+    | Annotated[dict[FeatureName, NamedValue], Field(min_length=1), Tag(OBJECT)],
+    Discriminator(
+        _kind_of_features,
+        custom_error_type="features",
+        custom_error_message="must be a list of numbers, or an object of named numbers, strings and booleans",
+    ),
+]
+
+
+class RequestModel(BaseModel):
+    """What clients send: strict, closed, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+@final
+class ArmIn(RequestModel):
+    """One arm to choose from."""
+
+    id: Identifier = Field(description="Names the arm in the answer and in its rewards.", examples=["article-17"])
+    features: FeaturesIn = Field(
+        description="What is known about the arm: the same number of numbers in every arm, or an object of named "
+        "values, which are hashed."
+    )
+
+
+@final
+class RecommendRequest(RequestModel):
+    """Which of these arms for this user?"""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "u-42",
+                    "arms": [
+                        {"id": "article-17", "features": [0.2, 0.9, 0.1]},
+                        {"id": "article-23", "features": [0.7, 0.1, 0.4]},
+                    ],
+                },
+                {
+                    "user_id": "u-42",
+                    "arms": [
+                        {"id": "espresso", "features": {"price": 2.4, "kind": "coffee", "vegan": True}},
+                        {"id": "croissant", "features": {"price": 1.9, "kind": "pastry", "vegan": False}},
+                        {"id": "sencha", "features": {"price": 3.1, "kind": "tea", "vegan": True}},
+                    ],
+                    "k": 2,
+                    "context": {"hour": 8, "weather": "rain"},
+                    "decision_id": "order-1001",
+                },
+            ]
+        }
+    )
+
+    user_id: Identifier = Field(description="Who it is for; a user never seen before is welcome.")
+    arms: Annotated[list[ArmIn], FailFast()] = Field(min_length=1, description="What there is to choose from.")
+    k: int = Field(default=1, ge=1, le=MAX_ITEMS, description="How many arms to choose, no more than there are.")
+    context: FeaturesIn | None = Field(
+        default=None, description="What is known about the moment, the same for all arms."
+    )
+    decision_id: DecisionId | None = Field(
+        default=None,
+        description="Makes the request safe to repeat: the same id with the same body gets the same answer, with "
+        "another body 409. One is made up when left out.",
+    )
+
+
+@final
+class ItemOut(BaseModel):
+    """One chosen arm."""
+
+    arm_id: str
+    rank: int = Field(description="1 for the first choice.")
+    score: float = Field(description="Mean plus bonus: what arms are ranked by.")
+    mean: float = Field(description="Reward expected from this arm.")
+    bonus: float = Field(description="Added for what is not known yet.")
+    propensity: float = Field(
+        description="Probability with which this arm was chosen at this rank, given those ranked above it."
+    )
+    group_size: int = Field(description="Users who agree about this arm, the asking one among them.")
+
+
+@final
+class RecommendResponse(BaseModel):
+    """The choice, and all that is needed to evaluate it later."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "decision_id": "order-1001",
+                    "items": [
+                        {
+                            "arm_id": "sencha",
+                            "rank": 1,
+                            "score": 0.61,
+                            "mean": 0.48,
+                            "bonus": 0.13,
+                            "propensity": 0.9867,
+                            "group_size": 12,
+                        }
+                    ],
+                    "policy": "ucb-floor",
+                    "model_version": 7,
+                    "cold_start": None,
+                    "took_ms": 1.9,
+                }
+            ]
+        }
+    )
+
+    decision_id: str = Field(description="Send it back with the reward.")
+    items: list[ItemOut] = Field(description="The chosen arms, best first.")
+    policy: str = Field(description="How the arms were chosen from their scores.")
+    model_version: int = Field(description="The epoch of the shared parameters; grows as the service learns.")
+    cold_start: str | None = Field(
+        description="`meta` when the user has no rewards yet and the meta-learner answered; null otherwise."
+    )
+    took_ms: float = Field(description="Milliseconds from the arrival of the body to the answer.")
+
+
+@final
+class RewardIn(RequestModel):
+    """How one chosen arm went."""
+
+    decision_id: DecisionId = Field(description="As the recommendation said.")
+    arm_id: Identifier | None = Field(
+        default=None, description="Which of the chosen arms; may be left out when one was chosen."
+    )
+    reward: float = Field(ge=0, le=1, allow_inf_nan=False, description="0 is nothing, 1 is all one can wish for.")
+    event_id: Identifier | None = Field(
+        default=None,
+        description="Counts once however often it is sent. Left out, it is the decision and the arm: one reward "
+        "for each.",
+    )
+
+
+@final
+class RewardBatch(RequestModel):
+    """Many rewards at once; each is accepted or rejected by itself."""
+
+    events: Annotated[list[RewardIn], FailFast()] = Field(min_length=1, max_length=MAX_EVENTS)
+
+
+#: What POST /feedback takes.
+FEEDBACK_EXAMPLES: Final[dict[str, dict[str, Any]]] = {
+    "one": {"summary": "One reward", "value": {"decision_id": "order-1001", "arm_id": "sencha", "reward": 1}},
+    "many": {
+        "summary": "Many rewards",
+        "value": {
+            "events": [
+                {"decision_id": "order-1001", "arm_id": "sencha", "reward": 1, "event_id": "click-7"},
+                {"decision_id": "order-1002", "reward": 0},
+            ]
+        },
+    },
+}
+
+
+@final
+class RejectionOut(BaseModel):
+    """A reward that will not be learned."""
+
+    index: int = Field(description="Its place in `events`, from 0.")
+    code: str = Field(examples=["unknown-decision", "unknown-arm", "arm-required"])
+    detail: str
+
+
+@final
+class FeedbackResponse(BaseModel):
+    """What became of the rewards."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"accepted": 1, "duplicates": 0, "rejected": [], "applied": True}]}
+    )
+
+    accepted: int = Field(description="Stored, and learned exactly once.")
+    duplicates: int = Field(description="Stored before under the same event_id; nothing was done.")
+    rejected: list[RejectionOut]
+    applied: bool | None = Field(
+        default=None,
+        description="With `?wait=applied`: whether the served model has learned them; false when the wait ran out.",
+    )
+
+
+@final
+class CheckOut(BaseModel):
+    """One part of the service."""
+
+    ok: bool
+    detail: str
+
+
+@final
+class LiveResponse(BaseModel):
+    """The process answers."""
+
+    status: Literal["live"] = "live"
+    version: str
+
+
+@final
+class ReadyResponse(BaseModel):
+    """Whether traffic may be sent here, and why not."""
+
+    status: Literal["ready", "not ready"]
+    checks: dict[str, CheckOut]
+
+
+@final
+class FieldProblem(BaseModel):
+    """One thing wrong with one field."""
+
+    field: str = Field(description="Empty for the body as a whole.", examples=["arms[3].features[1]"])
+    detail: str
+
+
+@final
+class Problem(BaseModel):
+    """Why a request failed, as RFC 9457 has it."""
+
+    type: str = Field(examples=["/problems/invalid-input"])
+    title: str
+    status: int
+    detail: str
+    instance: str = Field(description="The request id, as in the X-Request-ID header and the logs.")
+    errors: list[FieldProblem] | None = Field(default=None, description="Left out when no field is to blame.")

@@ -1,0 +1,192 @@
+"""The parameters that answer requests: every user of the candidate pool, the guests asked about lately, one epoch.
+
+Knows tensors only. One thread owns it, so nothing here is locked; the replica feeds it and the scorer asks it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from models.bank import UserBank
+from models.learner import Learner, Query, State
+from store.users import UserState
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """The arms of one request as the learner sees them: inputs float32 [k, d]."""
+
+    user_id: str
+    inputs: NDArray[np.float32]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArmScores:
+    """One request's arms judged: mean, bonus and group size of each, and the asking user's events."""
+
+    mean: NDArray[np.float64]
+    bonus: NDArray[np.float64]
+    group_size: NDArray[np.int64]
+    user_events: int
+    epoch: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which state of a user is held; later ones compare greater."""
+
+    incarnation: int
+    version: int
+    epoch: int
+
+    @staticmethod
+    def of(state: UserState) -> Standing:
+        return Standing(state.incarnation, state.version, state.epoch)
+
+    def precedes(self, other: Standing) -> bool:
+        """Whether `other` is at least as new."""
+        return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
+
+
+@final
+class ServedModel:
+    """Scores requests with the states it was given."""
+
+    def __init__(self, learner: Learner, device: torch.device, *, pool_max: int, guests_max: int) -> None:
+        self.learner = learner
+        self.epoch_number = 0
+        self.epoch_events = 0
+        self._device = device
+        self._pool_max = pool_max
+        self._guests_max = guests_max
+        self._shared: State = {name: tensor.to(device) for name, tensor in learner.initial_shared().items()}
+        self._newborn = learner.newborn(self._shared)
+        self._members: frozenset[str] = frozenset()
+        self._pool = UserBank(learner.fields, learner.dtype, device)
+        self._guests: OrderedDict[str, tuple[State, int]] = OrderedDict()
+        self._standing: dict[str, Standing] = {}
+
+    def __len__(self) -> int:
+        return len(self._standing)
+
+    def __contains__(self, user: str) -> bool:
+        return user in self._standing
+
+    def holds(self, user: str) -> Standing | None:
+        """The state held of a user."""
+        return self._standing.get(user)
+
+    def users(self) -> list[str]:
+        """Everyone held."""
+        return list(self._standing)
+
+    def wants(self, user: str) -> bool:
+        """Whether news of a user are worth loading: they are held, or belong into the pool."""
+        if user in self._standing or user in self._members:
+            return True
+        return not self._members and len(self._pool) < self._pool_max
+
+    def adopt_epoch(
+        self, number: int, events: int, tensors: Mapping[str, NDArray[np.generic]], members: Iterable[str]
+    ) -> None:
+        """Serve a new epoch; who is no longer in the pool is dropped until asked about."""
+        self._shared = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in tensors.items()}
+        self._newborn = self.learner.newborn(self._shared)
+        self.epoch_number, self.epoch_events = number, events
+        self._members = frozenset(members)
+        if self._members:
+            for user in [user for user in self._pool.users if user not in self._members]:
+                self._pool.remove(user)
+                del self._standing[user]
+
+    def put(self, states: Sequence[UserState]) -> None:
+        """Take over states that are as new as what is held; a state that does not fit the learner is refused."""
+        fresh = [state for state in states if self._acceptable(state)]
+        for state in fresh:
+            self._standing[state.user_id] = Standing.of(state)
+        pooled = [state for state in fresh if self._into_pool(state.user_id)]
+        if pooled:
+            names = self.learner.fields
+            stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in pooled])) for name in names}
+            self._pool.put([state.user_id for state in pooled], stacked, [state.version for state in pooled])
+        for state in fresh:
+            if state.user_id not in self._pool:
+                self._put_guest(state)
+
+    def remove(self, user: str) -> None:
+        """Forget a user."""
+        if user in self._pool:
+            self._pool.remove(user)
+        self._guests.pop(user, None)
+        self._standing.pop(user, None)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
+        """Judge the arms of several requests in one pass."""
+        counts = [request.inputs.shape[0] for request in requests]
+        own = [self._own(request.user_id) for request in requests]
+        arms = np.concatenate([request.inputs for request in requests])
+        query = Query(
+            arms=torch.from_numpy(arms).to(self._device, self.learner.dtype),
+            request=torch.repeat_interleave(torch.arange(len(requests)), torch.tensor(counts)).to(self._device),
+            own={name: torch.stack([state[name] for state, _ in own]) for name in self.learner.fields},
+            own_row=torch.tensor([self._row(request.user_id) for request in requests], device=self._device),
+            own_events=torch.tensor([events for _, events in own], dtype=torch.int64, device=self._device),
+        )
+        with torch.inference_mode():
+            scores = self.learner.score(self._shared, self._pool.view(), query)
+        mean, bonus = scores.mean.cpu().double().numpy(), scores.bonus.cpu().double().numpy()
+        sizes = scores.group_size.cpu().numpy()
+        ends = np.cumsum(counts)
+        return [
+            ArmScores(mean[start:end], bonus[start:end], sizes[start:end], events, self.epoch_number)
+            for start, end, (_, events) in zip([0, *ends[:-1]], ends, own, strict=True)
+        ]
+
+    def _row(self, user: str) -> int:
+        row = self._pool.row(user)
+        return -1 if row is None else row
+
+    def _own(self, user: str) -> tuple[State, int]:
+        """The state and events of an asking user, who may be new."""
+        if user in self._pool:
+            return self._pool.state(user), self._pool.events(user)
+        if user in self._guests:
+            self._guests.move_to_end(user)
+            return self._guests[user]
+        return self._newborn, 0
+
+    def _acceptable(self, state: UserState) -> bool:
+        """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
+        held = self._standing.get(state.user_id)
+        if held is not None and not held.precedes(Standing.of(state)):
+            return False
+        return all(
+            name in state.tensors and state.tensors[name].shape == shape and np.isfinite(state.tensors[name]).all()
+            for name, shape in self.learner.fields.items()
+        )
+
+    def _into_pool(self, user: str) -> bool:
+        if user in self._pool or user in self._members:
+            return True
+        return not self._members and len(self._pool) < self._pool_max and user not in self._guests
+
+    def _put_guest(self, state: UserState) -> None:
+        tensors = {
+            name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
+            for name in self.learner.fields
+        }
+        self._guests[state.user_id] = (tensors, state.version)
+        self._guests.move_to_end(state.user_id)
+        while len(self._guests) > self._guests_max:
+            oldest, _ = self._guests.popitem(last=False)
+            del self._standing[oldest]

@@ -1,0 +1,180 @@
+"""Runs everything `metaban serve` consists of in one process and one child, and stops it in order.
+
+start:  socket bound → store (private Valkey) → worker → engine → requests
+stop:   requests → engine → worker → store
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final, final
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from service.app import create_app, start_failure
+from service.metrics import Metrics
+from service.settings import Settings
+from service.supervisor import Supervisor
+from store.connection import check_server, connect
+from store.embedded import EmbeddedServer
+
+#: How long answers under way may take after the first signal to stop.
+DRAIN_REQUESTS_S: Final = 10
+#: Connections the system keeps waiting while all are busy.
+ACCEPT_QUEUE: Final = 2048
+#: -P: a folder named `service` in the current directory must not be taken for ours.
+WORKER_COMMAND: Final = (sys.executable, "-P", "-m", "service.cli", "worker")
+
+
+class ServeError(Exception):
+    """`metaban serve` cannot run as it was asked to; the message says what to do."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What was started, for those who want to be told."""
+
+    url: str
+    store: str
+    worker_pid: int | None
+
+
+def serve(settings: Settings, host: str, port: int, *, with_worker: bool, announce: Callable[[Running], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; returns when everything is stopped."""
+    with ExitStack() as stack:
+        stack.enter_context(_interruptible())
+        listener = stack.enter_context(bind(settings, host, port))
+        if settings.redis_url is None:
+            embedded = EmbeddedServer(settings.data_dir, appendfsync=settings.durability)
+            url = stack.enter_context(embedded).url
+        else:
+            url = settings.redis_url
+        asyncio.run(_check_store(url))
+        worker = None
+        if with_worker:
+            supervisor = Supervisor(WORKER_COMMAND, name="worker", environment={"REDIS_URL": url})
+            worker = stack.enter_context(supervisor).pid
+        announce(Running(_http_url(listener), store_name(settings), worker))
+        try:
+            _run(settings, url, listener)
+        finally:
+            # Pushed last, so done first: nothing interrupts the stopping of the rest.
+            stack.enter_context(_uninterruptible())
+
+
+def bind(settings: Settings, host: str, port: int) -> socket.socket:
+    """The socket to serve on; without keys only on loopback."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ServeError(f"cannot find the address of --host {host}: {error}") from error
+    # The resolved address is judged and bound, so that a name cannot mean one here and another there.
+    if not settings.has_keys and not ipaddress.ip_address(address[0]).is_loopback:
+        raise ServeError(
+            f"refusing to listen on {host}: anyone who reaches it could use the service, since no keys are set.\n"
+            "Make a key with `metaban key`, set METABAN_CLIENT_KEYS to its digest, and clients send the key in "
+            "the X-API-Key header.\nOr listen on this machine alone: --host 127.0.0.1"
+        )
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two sockets may be bound to one address until one of them listens; uvicorn only sets the queue anew.
+        listener.listen(ACCEPT_QUEUE)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ServeError(_why_not_bound(error, host, port)) from error
+    return listener
+
+
+def store_name(settings: Settings) -> str:
+    """Where the state is, without the password."""
+    if settings.redis_url is None:
+        return f"private Valkey in {settings.data_dir.resolve()}"
+    parts = urlsplit(settings.redis_url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _run(settings: Settings, redis_url: str, listener: socket.socket) -> None:
+    # Imports torch, which takes a second: not before everything cheap has succeeded.
+    from service.engine import Engine
+
+    metrics = Metrics()
+    app = create_app(settings, Engine.from_settings(settings, redis_url, metrics), metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=ACCEPT_QUEUE,
+            timeout_graceful_shutdown=DRAIN_REQUESTS_S,
+        )
+    )
+    # uvicorn catches the signals while it runs and raises them again when it is done.
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+    if (failure := start_failure(app)) is not None:
+        raise ServeError(f"the service could not start: {failure}")
+
+
+async def _check_store(url: str) -> None:
+    redis = connect(url)
+    try:
+        await check_server(redis)
+    finally:
+        await redis.aclose()
+
+
+def _http_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _why_not_bound(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use: stop the program that has it, or choose another with --port"
+    if error.errno == errno.EACCES:
+        return f"this user may not listen on port {port}: choose one above 1023 with --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is not an address of this machine: choose another with --host"
+    return f"cannot listen on {host}, port {port}: {error}"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends whatever runs the way Ctrl-C does, with everything that was started stopped."""
+    with _handling(signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def _uninterruptible() -> Iterator[None]:
+    with _handling(lambda number, frame: None):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,191 @@
+"""Every setting of the service and the worker: environment variables named METABAN_…, and REDIS_URL.
+
+Settings of the learner are None unless set: the preset (`METABAN_PRESET`) has the value then.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, final
+
+from pydantic import AliasChoices, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+#: A SHA-256 digest as `metaban key` prints it.
+DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
+
+
+class SettingsError(ValueError):
+    """The environment holds values that cannot be used; the message has one line for each."""
+
+
+@final
+class Settings(BaseSettings):
+    """What `metaban serve` and `metaban worker` run with."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="METABAN_", extra="ignore", frozen=True, populate_by_name=True, env_ignore_empty=True
+    )
+
+    # Where things are
+    redis_url: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("REDIS_URL", "redis_url"),
+        repr=False,
+        description="redis://, rediss:// or unix:// of the store; unset: a private Valkey in data_dir.",
+    )
+    data_dir: Path = Field(default=Path("data"), description="Directory of the private Valkey and of local files.")
+    namespace: str = Field(
+        default="default",
+        pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$",
+        description="The recommender that is served: its users, events and learner.",
+    )
+    partitions: int = Field(
+        default=16, ge=1, le=1024, description="Parts a new namespace is split into; fixed at its creation."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of a new namespace's initial parameters.")
+
+    # Keys
+    client_keys: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        repr=False,
+        description="SHA-256 digests (hex, separated by commas) of the keys accepted in X-API-Key. "
+        "With no keys at all the server binds only to loopback. `metaban key` makes one.",
+    )
+    admin_keys: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        repr=False,
+        description="Digests of keys that may do all that a client may, and administer.",
+    )
+
+    # The learner
+    preset: Literal["paper", "pooled"] = Field(
+        default="paper", description="Meta-Ban as published, or with the pooled updates of its public code."
+    )
+    alpha: float | None = Field(default=None, ge=0, le=1e6, description="Weight of the exploration bonus.")
+    nu: float | None = Field(default=None, gt=1, le=1e6, description="Group tolerance ν of Eq. 4.")
+    gamma: float | None = Field(default=None, ge=0, le=1e6, description="Group gap γ of Eq. 4.")
+    width: int | None = Field(default=None, ge=1, le=4096, description="Units in each hidden layer, m.")
+    depth: int | None = Field(default=None, ge=2, le=16, description="Layers, L.")
+    user_steps: int | None = Field(default=None, ge=1, le=10_000, description="Steps of a user's learner, J₁.")
+    meta_steps: int | None = Field(default=None, ge=1, le=10_000, description="Steps of the adaptation, J₂.")
+    user_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of a user's learner, η₁.")
+    meta_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of the adaptation, η₂.")
+    l1: float | None = Field(default=None, ge=0, le=1e3, description="Weight of the L1 term, λ.")
+    standardize: bool = Field(default=True, description="Standardise inputs by their running moments.")
+    candidate_pool: int = Field(
+        default=2048, ge=1, le=1_000_000, description="Users that a request compares with, at most."
+    )
+
+    # Features
+    hash_dimension: int = Field(default=32, ge=1, le=4096, description="Places that named features are hashed into.")
+    context_products: bool = Field(default=False, description="Add the products of arm and context features.")
+    intercept: bool = Field(default=True, description="Add a constant 1 to every input.")
+
+    # Exploration
+    policy: Literal["ucb", "ucb-floor", "squarecb"] = Field(
+        default="ucb-floor",
+        description="How arms are chosen from their scores: the best one, the best one with an exact floor of "
+        "epsilon, or by inverse-gap weighting.",
+    )
+    epsilon: float = Field(
+        default=0.02, ge=0, le=1, description="Share of decisions spread evenly over the arms (ucb-floor)."
+    )
+    squarecb_gamma: float = Field(
+        default=100.0, gt=0, le=1e9, description="How strongly squarecb prefers the best arm."
+    )
+
+    # The machine
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where tensors live.")
+    torch_threads: int = Field(default=1, ge=1, le=256, description="Threads of one tensor operation.")
+    active_users_max: int = Field(default=10_000, ge=1, description="Users outside the candidate pool kept in memory.")
+
+    # Events and decisions
+    durability: Literal["everysec", "always"] = Field(
+        default="everysec",
+        description="everysec: a crash may lose the last 2 s; always: nothing that was acknowledged is lost.",
+    )
+    reward_window_s: int = Field(
+        default=86_400, ge=1, le=31_536_000, description="How long a decision waits for its rewards."
+    )
+    dedupe_window_s: int = Field(
+        default=604_800, ge=1, le=31_536_000, description="How long an event_id is remembered."
+    )
+    backlog_limit: int = Field(
+        default=100_000, ge=1, description="Events that may wait in one partition before feedback is refused."
+    )
+    samples_kept: int = Field(
+        default=256, ge=1, le=100_000, description="Latest events of each user kept to learn from."
+    )
+    wait_applied_timeout_s: float = Field(
+        default=5.0, gt=0, le=300, description="Longest wait of POST /feedback?wait=applied."
+    )
+
+    # Requests
+    max_body_bytes: int = Field(
+        default=1_048_576, ge=1024, le=1_073_741_824, description="Longest request body that is read."
+    )
+    max_arms: int = Field(default=1000, ge=1, le=100_000, description="Arms in one request.")
+    max_dimension: int = Field(
+        default=4096, ge=1, le=1_000_000, description="Features of one arm, and of the learner's input."
+    )
+
+    # Logs
+    log_format: Literal["json", "console"] = Field(
+        default="console", description="One JSON object a line, or lines for people."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe shown.")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_scheme(cls, url: str | None) -> str | None:
+        # The value is not repeated in the message: it may hold a password.
+        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
+
+    @field_validator("client_keys", "admin_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value.lstrip().startswith("["):
+            try:
+                return json.loads(value)
+            except ValueError:
+                raise ValueError("looks like a JSON list and is not one; separate digests by commas") from None
+        return [part for part in re.split(r"[,\s]+", value) if part]
+
+    @field_validator("client_keys", "admin_keys")
+    @classmethod
+    def _digests_only(cls, digests: frozenset[str]) -> frozenset[str]:
+        lowered = frozenset(digest.lower() for digest in digests)
+        if any(not DIGEST_PATTERN.fullmatch(digest) for digest in lowered):
+            raise ValueError("must hold SHA-256 digests of 64 hex digits, not the keys; `metaban key` prints both")
+        return lowered
+
+    @field_validator("log_level", "log_format", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether any key is configured, and so required."""
+        return bool(self.client_keys or self.admin_keys)
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings of the environment; what is wrong with them is one readable SettingsError."""
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False, include_context=False, include_input=False):
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            variable = "REDIS_URL" if name.lower() == "redis_url" else f"METABAN_{name.upper()}"
+            lines.append(f"{variable}: {problem['msg'].removeprefix('Value error, ')}")
+        # Not chained: the original repeats the values, and some of them are secrets.
+        raise SettingsError("\n".join(lines)) from None

@@ -1,0 +1,146 @@
+"""Arrays to bytes and back. Never pickle: reading a record must not be able to run it.
+
+Tensors are safetensors with a `format` entry in their metadata; samples, which are many and small, are a
+fixed little-endian header followed by the arm id and the raw float32 features.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast, final
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from store.errors import CorruptRecord
+
+#: Written into every record of tensors; raised when their meaning changes.
+FORMAT: Final = "metaban/1"
+FORMAT_ENTRY: Final = "format"
+#: What records may hold, by safetensors' names.
+DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "U64": np.dtype("<u8"),
+    "BOOL": np.dtype("?"),
+}
+SAMPLE_FORMAT: Final = 1
+#: format, length of the arm id in bytes, number of features, reward, propensity, epoch, received_ms
+SAMPLE_HEADER: Final = struct.Struct("<BHIddqq")
+FLOAT32: Final = np.dtype("<f4")
+#: The library leaves its reader untyped: name, then dtype, shape and data of each tensor.
+_deserialize = cast(Callable[[bytes], list[tuple[str, dict[str, Any]]]], deserialize)
+
+
+def encode_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Named arrays and text entries as one safetensors record."""
+    if FORMAT_ENTRY in metadata:
+        raise ValueError(f"the metadata entry {FORMAT_ENTRY!r} is the codec's own")
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor cannot be called __metadata__")
+    arrays = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype.newbyteorder("<") not in DTYPES.values():
+            raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, which records cannot hold")
+        # safetensors writes memory as it lies, so strided views must be laid out first
+        arrays[name] = np.asarray(tensor, order="C")
+    return save(arrays, metadata={**metadata, FORMAT_ENTRY: FORMAT})
+
+
+def decode_tensors(blob: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays (writable) and text entries of `encode_tensors`; anything else is a CorruptRecord."""
+    try:
+        metadata = _metadata(blob)
+        if metadata.pop(FORMAT_ENTRY, None) != FORMAT:
+            raise CorruptRecord(f"not a {FORMAT} record")
+        tensors = {}
+        for name, view in _deserialize(blob):
+            dtype = DTYPES[view["dtype"]]
+            tensors[name] = np.frombuffer(view["data"], dtype=dtype).reshape(view["shape"])
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CorruptRecord(f"not a record of tensors: {error}") from error
+    return tensors, metadata
+
+
+def _metadata(blob: bytes) -> dict[str, str]:
+    """The text entries of the safetensors header, which its numpy reader does not hand out."""
+    size = int.from_bytes(blob[:8], "little")
+    if len(blob) < 8 or size > len(blob) - 8:
+        raise CorruptRecord("a record of tensors is cut short")
+    header = json.loads(blob[8 : 8 + size])
+    entries = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(entries, dict) or not all(isinstance(text, str) for text in entries.values()):
+        raise CorruptRecord("a record of tensors has no metadata")
+    return entries
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """What the log of a user keeps of one applied event."""
+
+    features: np.ndarray  # float32 [d]
+    reward: float
+    propensity: float
+    epoch: int
+    received_ms: int
+    arm_id: str
+
+    def encode(self) -> bytes:
+        arm = self.arm_id.encode()
+        features = np.ascontiguousarray(self.features, dtype=FLOAT32)
+        if features.ndim != 1:
+            raise ValueError(f"features must be a vector, not of shape {features.shape}")
+        header = SAMPLE_HEADER.pack(
+            SAMPLE_FORMAT,
+            len(arm),
+            features.size,
+            self.reward,
+            self.propensity,
+            self.epoch,
+            self.received_ms,
+        )
+        return header + arm + features.tobytes()
+
+    @staticmethod
+    def decode(blob: bytes) -> Sample:
+        try:
+            form, arm_bytes, d, reward, propensity, epoch, received_ms = SAMPLE_HEADER.unpack_from(blob)
+        except struct.error as error:
+            raise CorruptRecord("a sample is cut short") from error
+        if form != SAMPLE_FORMAT:
+            raise CorruptRecord(f"a sample has the unknown format {form}")
+        start = SAMPLE_HEADER.size + arm_bytes
+        if len(blob) != start + d * FLOAT32.itemsize:
+            raise CorruptRecord("a sample has the wrong length")
+        if not (math.isfinite(reward) and math.isfinite(propensity)):
+            raise CorruptRecord("a sample is not finite")
+        try:
+            arm_id = blob[SAMPLE_HEADER.size : start].decode()
+        except UnicodeDecodeError as error:
+            raise CorruptRecord("the arm id of a sample is not text") from error
+        features = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
+        return Sample(features, reward, propensity, epoch, received_ms, arm_id)
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """`sample.encode()`, as a function."""
+    return sample.encode()
+
+
+def decode_sample(blob: bytes) -> Sample:
+    """`Sample.decode`, as a function."""
+    return Sample.decode(blob)

@@ -1,0 +1,129 @@
+"""Decisions: what was recommended, kept for the reward window; the first writer of a decision id wins."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import numpy as np
+from redis.asyncio import Redis
+
+from store.codec import FLOAT32, decode_tensors, encode_tensors
+from store.connection import as_bytes, as_int, command
+from store.errors import CorruptRecord
+from store.keys import NamespaceKeys
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DecidedItem:
+    """One recommended arm."""
+
+    arm_id: str
+    rank: int
+    score: float
+    mean: float
+    bonus: float
+    propensity: float
+    group_size: int
+
+    @staticmethod
+    def decode(fields: dict[str, Any]) -> DecidedItem:
+        return DecidedItem(
+            arm_id=_text(fields["arm_id"]),
+            rank=as_int(fields["rank"]),
+            score=float(fields["score"]),
+            mean=float(fields["mean"]),
+            bonus=float(fields["bonus"]),
+            propensity=float(fields["propensity"]),
+            group_size=as_int(fields["group_size"]),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """One answer: the arms in order, and the input each was chosen on."""
+
+    decision_id: str
+    user_id: str
+    fingerprint: str  # hex digest of the request body
+    items: tuple[DecidedItem, ...]
+    features: np.ndarray  # float32 [k, d]: one row an item
+    policy: str
+    epoch: int
+    user_version: int
+    cold_start: str | None
+    created_ms: int
+
+    def encode(self) -> bytes:
+        features = np.asarray(self.features, dtype=FLOAT32)
+        if features.ndim != 2 or len(features) != len(self.items):
+            raise ValueError(f"{len(self.items)} items need as many rows, not features of shape {features.shape}")
+        fields = {
+            "decision_id": self.decision_id,
+            "user_id": self.user_id,
+            "fingerprint": self.fingerprint,
+            "items": [asdict(item) for item in self.items],
+            "policy": self.policy,
+            "epoch": self.epoch,
+            "user_version": self.user_version,
+            "cold_start": self.cold_start,
+            "created_ms": self.created_ms,
+        }
+        return encode_tensors({"features": features}, {"decision": json.dumps(fields, allow_nan=False)})
+
+    @staticmethod
+    def decode(blob: bytes) -> Decision:
+        tensors, metadata = decode_tensors(blob)
+        try:
+            fields: dict[str, Any] = json.loads(metadata["decision"])
+            cold_start = fields["cold_start"]
+            decision = Decision(
+                decision_id=_text(fields["decision_id"]),
+                user_id=_text(fields["user_id"]),
+                fingerprint=_text(fields["fingerprint"]),
+                items=tuple(DecidedItem.decode(item) for item in fields["items"]),
+                features=tensors["features"],
+                policy=_text(fields["policy"]),
+                epoch=as_int(fields["epoch"]),
+                user_version=as_int(fields["user_version"]),
+                cold_start=None if cold_start is None else _text(cold_start),
+                created_ms=as_int(fields["created_ms"]),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptRecord(f"not a decision: {error!r}") from error
+        features = decision.features
+        if features.dtype != FLOAT32 or features.ndim != 2 or len(features) != len(decision.items):
+            raise CorruptRecord("the features of a decision do not match its items")
+        return decision
+
+
+@final
+class DecisionStore:
+    """The decisions of one namespace."""
+
+    def __init__(self, redis: Redis, keys: NamespaceKeys, *, ttl_s: float) -> None:
+        if ttl_s <= 0:
+            raise ValueError("decisions must be kept for some time")
+        self._redis = redis
+        self._keys = keys
+        self._ttl_ms = max(1, round(ttl_s * 1_000))
+
+    async def put(self, decision: Decision) -> Decision:
+        """Store a decision unless its id is taken; the decision that holds, of whoever came first."""
+        key = self._keys.decision(decision.decision_id)
+        stored = await command(self._redis, "SET", key, decision.encode(), "NX", "GET", "PX", self._ttl_ms)
+        return decision if stored is None else Decision.decode(as_bytes(stored))
+
+    async def get(self, decision_id: str) -> Decision | None:
+        """A decision whose reward window is open."""
+        stored = await command(self._redis, "GET", self._keys.decision(decision_id))
+        return None if stored is None else Decision.decode(as_bytes(stored))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CorruptRecord(f"expected text in a decision, got {type(value).__name__}")
+    return value

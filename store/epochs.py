@@ -1,0 +1,115 @@
+"""Epochs: what all users share, derived from their states by one leased trainer and published by number."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+from redis.asyncio import Redis
+
+from store.codec import decode_tensors, encode_tensors
+from store.connection import as_bytes, as_int, block_arguments, command, parse_entries, stream_entries
+from store.errors import CorruptRecord, StoreReset
+from store.keys import NamespaceKeys
+from store.scripts import load_script
+
+#: Lines kept of the epoch log; a reader only needs the newest.
+EPOCH_LOG_CAP: Final = 1_000
+BEFORE_ALL: Final = "0-0"
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Epoch:
+    """One published state of everything shared; the first has number 0."""
+
+    number: int
+    events: int  # applied in all partitions when this was derived
+    tensors: dict[str, np.ndarray]
+    members: tuple[str, ...]  # candidate pool; empty means all users
+    created_ms: int
+
+    def encode(self) -> bytes:
+        fields = {
+            "number": self.number,
+            "events": self.events,
+            "members": list(self.members),
+            "created_ms": self.created_ms,
+        }
+        return encode_tensors(self.tensors, {"epoch": json.dumps(fields)})
+
+    @staticmethod
+    def decode(blob: bytes) -> Epoch:
+        tensors, metadata = decode_tensors(blob)
+        try:
+            fields: dict[str, Any] = json.loads(metadata["epoch"])
+            members = fields["members"]
+            if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+                raise CorruptRecord("the members of an epoch are not user ids")
+            return Epoch(
+                number=as_int(fields["number"]),
+                events=as_int(fields["events"]),
+                tensors=tensors,
+                members=tuple(members),
+                created_ms=as_int(fields["created_ms"]),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptRecord(f"not an epoch: {error!r}") from error
+
+
+@final
+class EpochStore:
+    """The epochs of one namespace, and the lease of the one who makes them."""
+
+    def __init__(self, redis: Redis, keys: NamespaceKeys, store_epoch: str) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._store_epoch = store_epoch
+        self._publish = load_script(redis, "publish")
+        self._lease = load_script(redis, "lease")
+
+    async def current(self) -> Epoch | None:
+        """The newest epoch."""
+        blob = await command(self._redis, "HGET", self._keys.epoch, "blob")
+        return None if blob is None else Epoch.decode(as_bytes(blob))
+
+    async def current_number(self) -> int | None:
+        """The number of the newest epoch, without its tensors."""
+        number = await command(self._redis, "HGET", self._keys.epoch, "number")
+        return None if number is None else as_int(number)
+
+    async def publish(self, epoch: Epoch, *, lease_token: str) -> bool:
+        """Make this the current epoch; False when the lease is lost or it does not follow the stored one."""
+        reply = await self._publish.call(
+            [self._keys.record, self._keys.lease, self._keys.epoch, self._keys.epoch_log],
+            [self._store_epoch, lease_token, epoch.number, epoch.encode(), EPOCH_LOG_CAP],
+        )
+        if reply == b"reset":
+            raise StoreReset(f"the record of namespace {self._keys.namespace} vanished or is of another store")
+        return bool(reply == b"ok")
+
+    async def tail(self, cursor: str, block_ms: int) -> list[tuple[str, int]]:
+        """(cursor, number) of epochs published after `cursor`; waits at most `block_ms`."""
+        wait = block_arguments(self._redis, block_ms)
+        reply = await command(self._redis, "XREAD", *wait, "STREAMS", self._keys.epoch_log, cursor)
+        return [(entry_id, as_int(fields.get(b"n"))) for entry_id, fields in stream_entries(reply)]
+
+    async def log_head(self) -> str:
+        """The cursor of the newest epoch."""
+        reply = await command(self._redis, "XREVRANGE", self._keys.epoch_log, "+", "-", "COUNT", 1)
+        rows = parse_entries(reply)
+        return rows[0][0] if rows else BEFORE_ALL
+
+    async def acquire_lease(self, token: str, ttl_ms: int) -> bool:
+        """Take the lease if it is free or ours already."""
+        return bool(await self._lease.call([self._keys.lease], ["acquire", token, ttl_ms]))
+
+    async def renew_lease(self, token: str, ttl_ms: int) -> bool:
+        """Keep the lease; False when it was lost."""
+        return bool(await self._lease.call([self._keys.lease], ["renew", token, ttl_ms]))
+
+    async def release_lease(self, token: str) -> bool:
+        """Give the lease back; False when it was lost."""
+        return bool(await self._lease.call([self._keys.lease], ["release", token, 0]))

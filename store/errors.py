@@ -1,0 +1,101 @@
+"""What can go wrong in the store.
+
+    StoreError
+    ├── StoreUnavailable     connection lost, timed out, loading, busy or memory full: try later (503)
+    ├── BacklogFull          too many events wait to be learned: nothing was written (503 + Retry-After)
+    ├── CorruptRecord        stored bytes are not what this version writes
+    ├── StoreReset           the store epoch vanished or differs: FLUSHALL, or another store at the same address
+    ├── FenceLost            an apply was refused and wrote nothing; `.reason` says which check failed
+    ├── NamespaceConflict    a namespace exists with other settings, or its record changed under us
+    └── EmbeddedServerError  the private server did not start or died
+
+Errors of the driver never leave this package: `translate_errors` turns them into the above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias, final
+
+import redis.exceptions as driver
+
+#: Why an apply was refused: an entry is not pending for the consumer, a user moved on, another store.
+FenceReason: TypeAlias = Literal["not-pending", "version", "store-epoch"]
+
+#: Error codes of the server that pass by themselves; the driver has no class for most of them.
+TRANSIENT_CODES = frozenset(
+    {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN"}
+)
+
+
+class StoreError(Exception):
+    """Anything the store could not do."""
+
+
+@final
+class StoreUnavailable(StoreError):
+    """The store does not answer now; the same call may succeed later."""
+
+
+@final
+class BacklogFull(StoreError):
+    """The events waiting in a partition would exceed the limit; nothing was written there."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@final
+class CorruptRecord(StoreError):
+    """Stored bytes do not decode as the record they should be."""
+
+
+@final
+class StoreReset(StoreError):
+    """The store lost or changed its epoch: what was read from it before no longer holds."""
+
+
+@final
+class FenceLost(StoreError):
+    """A guarded write found the world changed and wrote nothing."""
+
+    def __init__(self, reason: FenceReason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason: FenceReason = reason
+        self.detail = detail
+
+
+@final
+class NamespaceConflict(StoreError):
+    """The namespace exists with other settings, or another writer changed its record first."""
+
+
+@final
+class EmbeddedServerError(StoreError):
+    """The private server did not start, or died."""
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Raise the errors of the driver as errors of this package."""
+    try:
+        yield
+    except driver.AuthenticationError as error:
+        # A subclass of ConnectionError in the driver, yet waiting does not mend a wrong password.
+        raise StoreError(f"the store refused the credentials: {error}") from error
+    except (driver.ConnectionError, driver.TimeoutError, driver.ClusterDownError, OSError) as error:
+        raise StoreUnavailable(f"the store does not answer: {error}") from error
+    except driver.RedisError as error:
+        if is_transient(error):
+            raise StoreUnavailable(f"the store cannot serve now: {error}") from error
+        raise StoreError(f"the store refused a command: {error}") from error
+
+
+def is_transient(error: driver.RedisError) -> bool:
+    """Whether the server said that the same command may succeed later."""
+    if isinstance(error, driver.ReadOnlyError | driver.TryAgainError | driver.OutOfMemoryError):
+        return True  # the driver strips the code off the message of these
+    words = str(error).split(maxsplit=1)
+    return bool(words) and words[0] in TRANSIENT_CODES

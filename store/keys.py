@@ -1,0 +1,117 @@
+"""Every key of the store, named once.
+
+Prefix `metaban:`; then a hash tag, so that all that one script touches lives in one slot of a cluster:
+`{namespace:meta}` for what a namespace shares, `{namespace:pNN}` for one partition of its users. Ids come
+last and may hold anything, braces too: only the first tag of a key counts.
+
+    key of the meta slot   type    meaning                                                     expiry
+    namespace              string  NamespaceRecord as JSON                                     none
+    epoch                  hash    number, blob: the current Epoch                             none
+    epoch_log              stream  n: number of each published epoch                           capped
+    lease                  string  token of the one meta-trainer                               PX of the lease
+
+    key of a partition     type    meaning                                                     expiry
+    marker                 string  the store epoch; missing after FLUSHALL                     none
+    events                 stream  RewardEvents not yet applied, read by group `learners`      never trimmed
+    counters               hash    enqueued, applied, buried, quarantined, ever                none
+    update_log             stream  u, i, v, e, t: which user moved to which version            capped
+    versions               hash    user id → incarnation:version                               none
+    user:<user id>         hash    incarnation, version, epoch, state: one UserState           none
+    samples:<user id>      list    latest Samples, oldest first                                trimmed
+    seen:<event id>        string  entry id the event got: dedupe                              dedupe window
+    dead_letters           stream  events given up on, with the reason                         none
+    attempts               hash    entry id → attempts made on that event alone                with the event
+    decision:<decision id> string  one Decision                                                reward window
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, final
+
+PREFIX: Final = "metaban"
+#: The consumer group of the workers on every event stream.
+LEARNERS: Final = "learners"
+NAMESPACE_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+#: Above this, scans over all partitions would cost more than the parallelism they give.
+MAX_PARTITIONS: Final = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NamespaceKeys:
+    """The keys of one namespace; its number of partitions is fixed when it is created."""
+
+    namespace: str
+    partitions: int
+
+    def __post_init__(self) -> None:
+        if not NAMESPACE_PATTERN.fullmatch(self.namespace):
+            raise ValueError(f"namespace {self.namespace!r} must match {NAMESPACE_PATTERN.pattern}")
+        if not 1 <= self.partitions <= MAX_PARTITIONS:
+            raise ValueError(f"partitions must be between 1 and {MAX_PARTITIONS}, not {self.partitions}")
+
+    def partition_of(self, text_id: str) -> int:
+        """The partition of a user or decision id: the same in every process and version."""
+        digest = blake2b(text_id.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.partitions
+
+    @property
+    def record(self) -> str:
+        return self._meta("namespace")
+
+    @property
+    def epoch(self) -> str:
+        return self._meta("epoch")
+
+    @property
+    def epoch_log(self) -> str:
+        return self._meta("epoch_log")
+
+    @property
+    def lease(self) -> str:
+        return self._meta("lease")
+
+    def marker(self, partition: int) -> str:
+        return self._in(partition, "marker")
+
+    def events(self, partition: int) -> str:
+        return self._in(partition, "events")
+
+    def counters(self, partition: int) -> str:
+        return self._in(partition, "counters")
+
+    def update_log(self, partition: int) -> str:
+        return self._in(partition, "update_log")
+
+    def versions(self, partition: int) -> str:
+        return self._in(partition, "versions")
+
+    def dead_letters(self, partition: int) -> str:
+        return self._in(partition, "dead_letters")
+
+    def attempts(self, partition: int) -> str:
+        return self._in(partition, "attempts")
+
+    def seen(self, partition: int, event_id: str) -> str:
+        """Beside the stream it guards, so in the partition of the event's user."""
+        return self._in(partition, f"seen:{event_id}")
+
+    def user(self, user_id: str) -> str:
+        return self._in(self.partition_of(user_id), f"user:{user_id}")
+
+    def samples(self, user_id: str) -> str:
+        return self._in(self.partition_of(user_id), f"samples:{user_id}")
+
+    def decision(self, decision_id: str) -> str:
+        return self._in(self.partition_of(decision_id), f"decision:{decision_id}")
+
+    def _meta(self, name: str) -> str:
+        return f"{PREFIX}:{{{self.namespace}:meta}}:{name}"
+
+    def _in(self, partition: int, name: str) -> str:
+        if not 0 <= partition < self.partitions:
+            raise ValueError(f"no partition {partition} among {self.partitions}")
+        return f"{PREFIX}:{{{self.namespace}:p{partition:02d}}}:{name}"

@@ -1,0 +1,174 @@
+"""Namespaces: one record each, and a marker in every partition that tells this store from any other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias, final
+from uuid import uuid4
+
+from redis.asyncio import Redis
+
+from store.connection import as_bytes, as_int, as_text, command, pipeline
+from store.errors import CorruptRecord, NamespaceConflict, StoreReset
+from store.events import create_groups
+from store.keys import NamespaceKeys
+from store.scripts import load_script
+
+Json: TypeAlias = Any
+#: Races on one record that are worth another try; each means that somebody else succeeded.
+MAX_RACES = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    """What is fixed or agreed for a namespace; `learner` and `layout` mean nothing to the store."""
+
+    name: str
+    partitions: int
+    store_epoch: str
+    seed: int
+    learner: dict[str, Json]
+    layout: dict[str, Json] | None
+    revision: int
+    state: Literal["creating", "ready"]
+
+    @property
+    def keys(self) -> NamespaceKeys:
+        return NamespaceKeys(self.name, self.partitions)
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False).encode()
+
+    @staticmethod
+    def decode(blob: bytes) -> NamespaceRecord:
+        try:
+            fields = json.loads(blob)
+            record = NamespaceRecord(**fields)
+            types = {
+                "name": str,
+                "partitions": int,
+                "store_epoch": str,
+                "seed": int,
+                "learner": dict,
+                "revision": int,
+            }
+            wrong = [name for name, kind in types.items() if not isinstance(fields[name], kind)]
+            if wrong or not isinstance(record.layout, dict | None) or record.state not in ("creating", "ready"):
+                raise CorruptRecord(f"a namespace record has wrong fields: {wrong or ['layout or state']}")
+            NamespaceKeys(record.name, record.partitions)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CorruptRecord(f"not a namespace record: {error}") from error
+        return record
+
+
+@final
+class Namespaces:
+    """The namespaces of a store."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._replace = load_script(redis, "namespace")
+
+    async def open_or_create(
+        self, name: str, *, partitions: int, seed: int, learner: dict[str, Json]
+    ) -> NamespaceRecord:
+        """The namespace, created if there is none; a creation that was interrupted is completed.
+
+        `seed` and `learner` count for a new namespace only. Raises NamespaceConflict when it exists with
+        another number of partitions, StoreReset when partitions lost their markers or carry another store's.
+        """
+        fresh = NamespaceRecord(name, partitions, uuid4().hex, seed, learner, None, 0, "creating")
+        stored = await command(self._redis, "SET", fresh.keys.record, fresh.encode(), "NX", "GET")
+        record = fresh if stored is None else NamespaceRecord.decode(as_bytes(stored))
+        if record.partitions != partitions:
+            raise NamespaceConflict(
+                f"namespace {name} has {record.partitions} partitions, not {partitions}: they are fixed when "
+                "it is created, so ask for that number or use another namespace"
+            )
+        if record.state == "creating":
+            await pipeline(
+                self._redis,
+                [("SET", record.keys.marker(partition), record.store_epoch, "NX") for partition in range(partitions)],
+            )
+            await self._check_markers(record)
+            await create_groups(self._redis, record.keys, range(partitions))
+            return await self._finish(record)
+        await self._check_markers(record)
+        return record
+
+    async def load(self, name: str) -> NamespaceRecord | None:
+        """The record of a namespace."""
+        stored = await command(self._redis, "GET", NamespaceKeys(name, 1).record)
+        return None if stored is None else NamespaceRecord.decode(as_bytes(stored))
+
+    async def set_layout(self, record: NamespaceRecord, layout: dict[str, Json]) -> NamespaceRecord:
+        """Agree on the feature layout; the record that holds now, of another caller if that one was first.
+
+        A layout that exists is replaced only while no event was ever enqueued: NamespaceConflict otherwise.
+        """
+        for _ in range(MAX_RACES):
+            if record.layout == layout:
+                return record
+            if record.layout is not None and await self._events_enqueued(record):
+                raise NamespaceConflict(
+                    f"namespace {record.name} has events of another feature layout: use another namespace"
+                )
+            wanted = replace(record, layout=layout, revision=record.revision + 1)
+            current = await self._compare_and_set(record, wanted)
+            if current is None:
+                return wanted
+            if current.layout != record.layout:
+                return current
+            record = current
+        raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
+
+    async def replace_learner(self, record: NamespaceRecord, learner: dict[str, Json]) -> NamespaceRecord:
+        """Change the learner's settings; NamespaceConflict when the record is not the stored one any more."""
+        wanted = replace(record, learner=learner, revision=record.revision + 1)
+        current = await self._compare_and_set(record, wanted)
+        if current is not None:
+            raise NamespaceConflict(
+                f"namespace {record.name} is at revision {current.revision}, not {record.revision}: load it again"
+            )
+        return wanted
+
+    async def _finish(self, record: NamespaceRecord) -> NamespaceRecord:
+        """Mark a namespace ready, or find that somebody else who completed it did."""
+        ready = replace(record, state="ready", revision=record.revision + 1)
+        current = await self._compare_and_set(record, ready)
+        return ready if current is None else current
+
+    async def _compare_and_set(self, record: NamespaceRecord, wanted: NamespaceRecord) -> NamespaceRecord | None:
+        """None when `wanted` was written, otherwise the record that stands in its place."""
+        done, *stored = await self._replace.call(
+            [record.keys.record], [record.store_epoch, record.revision, wanted.encode()]
+        )
+        if done:
+            return None
+        current = NamespaceRecord.decode(as_bytes(stored[0])) if stored else None
+        if current is None or current.store_epoch != record.store_epoch:
+            raise StoreReset(f"the record of namespace {record.name} vanished or is of another store")
+        return current
+
+    async def _check_markers(self, record: NamespaceRecord) -> None:
+        partitions = range(record.partitions)
+        markers = await pipeline(self._redis, [("GET", record.keys.marker(partition)) for partition in partitions])
+        foreign = [
+            partition
+            for partition, marker in zip(partitions, markers, strict=True)
+            if marker is None or as_text(marker) != record.store_epoch
+        ]
+        if foreign:
+            raise StoreReset(
+                f"namespace {record.name}: partitions {foreign} lost their data or belong to another store; "
+                "restore a snapshot, or delete the namespace's keys to begin anew"
+            )
+
+    async def _events_enqueued(self, record: NamespaceRecord) -> int:
+        counts = await pipeline(
+            self._redis,
+            [("HGET", record.keys.counters(partition), "enqueued") for partition in range(record.partitions)],
+        )
+        return sum(as_int(count, absent=0) for count in counts)

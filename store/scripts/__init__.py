@@ -1,0 +1,66 @@
+"""The Lua scripts: each touches only keys it is given, all of one hash tag, and checks before it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, Literal, TypeAlias, final
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+from store.connection import Argument, pipeline_with_errors
+from store.errors import translate_errors
+
+ScriptName: TypeAlias = Literal[
+    "apply", "attempt", "bury", "enqueue", "lease", "namespace", "publish", "rebase", "release"
+]
+ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
+
+
+@final
+class Script:
+    """A script of this package, called by its digest; the server is sent the source when it lacks it."""
+
+    def __init__(self, redis: Redis, name: ScriptName) -> None:
+        self.name = name
+        self._redis = redis
+        self._source = _source(name)
+        # The digest names a script to the server; it protects nothing.
+        self._digest = sha1(self._source.encode(), usedforsecurity=False).hexdigest()
+
+    async def call(self, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Run once; the raw reply."""
+        return (await self.call_many([(keys, arguments)]))[0]
+
+    async def call_many(self, calls: Iterable[ScriptCall]) -> list[Any]:
+        """Run once for each (keys, arguments), all in one round trip; the first error is raised."""
+        queue = list(calls)
+        replies = await pipeline_with_errors(self._redis, [self._command("EVALSHA", *call) for call in queue])
+        # NOSCRIPT runs nothing, so sending those again cannot do the work twice.
+        unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:
+            again = [self._command("EVAL", *queue[at]) for at in unknown]
+            for at, reply in zip(unknown, await pipeline_with_errors(self._redis, again), strict=True):
+                replies[at] = reply
+        for reply in replies:
+            if isinstance(reply, Exception):
+                with translate_errors():
+                    raise reply
+        return replies
+
+    def _command(self, verb: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Argument]:
+        body = self._digest if verb == "EVALSHA" else self._source
+        return [verb, body, len(keys), *keys, *arguments]
+
+
+def load_script(redis: Redis, name: ScriptName) -> Script:
+    """The script `name`.lua, bound to a client."""
+    return Script(redis, name)
+
+
+@cache
+def _source(name: str) -> str:
+    return files(__package__).joinpath(f"{name}.lua").read_text("utf-8")

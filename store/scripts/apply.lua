@@ -1,0 +1,59 @@
+-- Apply a batch of events to their users: all of it, or nothing.
+-- KEYS  marker, events, counters, update_log, versions, attempts, then `user`, `samples` for each update
+-- ARGV  store epoch, group, consumer, samples kept, log cap, number of entry ids, the entry ids,
+--       then for each update: user id, expected 'incarnation:version' ('0:0': no such user yet), incarnation,
+--       version, epoch, state, entry ids joined by commas, number of samples, the samples
+-- Reply {'ok', applied} | {reason, detail}
+local marker, events, counters = KEYS[1], KEYS[2], KEYS[3]
+local update_log, versions, attempts = KEYS[4], KEYS[5], KEYS[6]
+local store_epoch, group, consumer = ARGV[1], ARGV[2], ARGV[3]
+local samples_kept, log_cap, n_ids = ARGV[4], ARGV[5], tonumber(ARGV[6])
+local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 6, 8
+
+-- Lua does not roll back: everything that could fail is asked before the first write.
+if redis.call('GET', marker) ~= store_epoch then
+  return {'store-epoch', 'the marker of the partition is missing or another one'}
+end
+for i = HEAD_ARGS + 1, HEAD_ARGS + n_ids do
+  local pending = redis.pcall('XPENDING', events, group, ARGV[i], ARGV[i], 1, consumer)
+  if pending.err or #pending == 0 then
+    return {'not-pending', ARGV[i]}
+  end
+end
+local at = HEAD_ARGS + n_ids + 1
+for i = HEAD_KEYS + 1, #KEYS, 2 do
+  local stored = redis.call('HGET', versions, ARGV[at]) or '0:0'
+  if stored ~= ARGV[at + 1] then
+    return {'version', ARGV[at] .. ' is at ' .. stored .. ', not ' .. ARGV[at + 1]}
+  end
+  -- a key of another type raises here, before anything is written
+  redis.call('HLEN', KEYS[i])
+  redis.call('LLEN', KEYS[i + 1])
+  at = at + UPDATE_ARGS + tonumber(ARGV[at + 7])
+end
+redis.call('XLEN', update_log)
+redis.call('HLEN', attempts)
+
+-- First write: it fails, with nothing written, when `counters` is no hash of numbers or memory is full.
+local applied = string.format('%.0f', redis.call('HINCRBY', counters, 'applied', n_ids))
+at = HEAD_ARGS + n_ids + 1
+for i = HEAD_KEYS + 1, #KEYS, 2 do
+  local user_id, incarnation, version = ARGV[at], ARGV[at + 2], ARGV[at + 3]
+  redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version,
+    'epoch', ARGV[at + 4], 'state', ARGV[at + 5])
+  redis.call('HSET', versions, user_id, incarnation .. ':' .. version)
+  local n_samples = tonumber(ARGV[at + 7])
+  for s = at + UPDATE_ARGS, at + UPDATE_ARGS + n_samples - 1 do
+    redis.call('RPUSH', KEYS[i + 1], ARGV[s])
+  end
+  redis.call('LTRIM', KEYS[i + 1], '-' .. samples_kept, '-1')
+  redis.call('XADD', update_log, 'MAXLEN', '~', log_cap, '*',
+    'u', user_id, 'i', incarnation, 'v', version, 'e', ARGV[at + 6], 't', applied)
+  at = at + UPDATE_ARGS + n_samples
+end
+for i = HEAD_ARGS + 1, HEAD_ARGS + n_ids do
+  redis.call('XACK', events, group, ARGV[i])
+  redis.call('XDEL', events, ARGV[i])
+  redis.call('HDEL', attempts, ARGV[i])
+end
+return {'ok', applied}

@@ -1,0 +1,26 @@
+-- Move an event that cannot be applied to the dead letters.
+-- KEYS  events, dead_letters, attempts, counters
+-- ARGV  group, consumer, entry id, reason, time in ms, most fields kept
+-- Reply 1 | 0: 0 when the event is not pending for this consumer, and nothing was written
+local events, dead_letters, attempts, counters = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local group, consumer, entry_id = ARGV[1], ARGV[2], ARGV[3]
+
+local pending = redis.pcall('XPENDING', events, group, entry_id, entry_id, 1, consumer)
+if pending.err or #pending == 0 then
+  return 0
+end
+local found = redis.call('XRANGE', events, entry_id, entry_id)
+local tries = redis.call('HGET', attempts, entry_id) or '0'
+redis.call('XLEN', dead_letters)
+
+redis.call('HINCRBY', counters, 'buried', 1)
+-- An entry deleted by hand while pending has no fields left; its burial is still on record.
+local fields = found[1] and found[1][2] or {}
+-- A foreign entry may hold more fields than one call takes: it keeps the first ones.
+local kept = math.min(#fields, 2 * tonumber(ARGV[6]))
+redis.call('XADD', dead_letters, '*', 'dead_reason', ARGV[4], 'dead_entry', entry_id,
+  'dead_consumer', consumer, 'dead_attempts', tries, 'dead_ms', ARGV[5], unpack(fields, 1, kept))
+redis.call('XACK', events, group, entry_id)
+redis.call('XDEL', events, entry_id)
+redis.call('HDEL', attempts, entry_id)
+return 1

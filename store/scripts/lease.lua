@@ -1,0 +1,19 @@
+-- Take, keep or give back a lease: only its holder may do the last two.
+-- KEYS  lease
+-- ARGV  'acquire' | 'renew' | 'release', token, ttl in ms
+-- Reply 1 | 0
+local holder = redis.call('GET', KEYS[1])
+local verb, token, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
+if holder ~= token then
+  if verb == 'acquire' and not holder then
+    redis.call('SET', KEYS[1], token, 'PX', ttl_ms)
+    return 1
+  end
+  return 0
+end
+if verb == 'release' then
+  redis.call('DEL', KEYS[1])
+else
+  redis.call('PEXPIRE', KEYS[1], ttl_ms)
+end
+return 1

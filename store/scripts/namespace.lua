@@ -1,0 +1,14 @@
+-- Replace the record of a namespace if it is still the one that was read.
+-- KEYS  namespace
+-- ARGV  store epoch, expected revision, new record
+-- Reply {1} | {0, stored record} | {0} when there is none
+local stored = redis.call('GET', KEYS[1])
+if not stored then
+  return {0}
+end
+local record = cjson.decode(stored)
+if record.store_epoch ~= ARGV[1] or record.revision ~= tonumber(ARGV[2]) then
+  return {0, stored}
+end
+redis.call('SET', KEYS[1], ARGV[3])
+return {1}

@@ -1,0 +1,19 @@
+-- Publish the next epoch of a namespace.
+-- KEYS  namespace, lease, epoch, epoch_log
+-- ARGV  store epoch, lease token, number, blob, log cap
+-- Reply 'ok' | 'reset' | 'lease' | 'number': what did not hold; nothing was written then
+local stored = redis.call('GET', KEYS[1])
+if not stored or cjson.decode(stored).store_epoch ~= ARGV[1] then
+  return 'reset'
+end
+if redis.call('GET', KEYS[2]) ~= ARGV[2] then
+  return 'lease'
+end
+local number = tonumber(redis.call('HGET', KEYS[3], 'number') or '-1')
+if number ~= tonumber(ARGV[3]) - 1 then
+  return 'number'
+end
+redis.call('XLEN', KEYS[4])
+redis.call('HSET', KEYS[3], 'number', ARGV[3], 'blob', ARGV[4])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'n', ARGV[3])
+return 'ok'

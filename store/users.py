@@ -1,0 +1,314 @@
+"""Users' learners: state, samples and versions, changed only through `apply` and `rebase`.
+
+A user's version is the number of events applied in this incarnation; restoring or forgetting a user raises
+the incarnation. Both, with the store epoch, are the fence that makes every event count exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+from redis.asyncio import Redis
+
+from store.codec import Sample, decode_tensors, encode_tensors
+from store.connection import (
+    Argument,
+    as_bytes,
+    as_int,
+    as_text,
+    block_arguments,
+    command,
+    parse_entries,
+    pipeline,
+    stream_entries,
+)
+from store.errors import CorruptRecord, FenceLost, FenceReason
+from store.keys import LEARNERS, NamespaceKeys
+from store.scripts import load_script
+
+#: Fields looked at by one step of a scan over the versions.
+SCAN_COUNT: Final = 1_000
+BEFORE_ALL: Final = "0-0"
+FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
+    b"not-pending": "not-pending",
+    b"version": "version",
+    b"store-epoch": "store-epoch",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class UserState:
+    """The learner of one user: tensors under the epoch they were computed with."""
+
+    user_id: str
+    incarnation: int
+    version: int
+    epoch: int
+    tensors: dict[str, np.ndarray]
+
+    def encode(self) -> bytes:
+        """The tensors; the numbers beside them are fields of their own, which scripts compare."""
+        return encode_tensors(self.tensors, {})
+
+    @staticmethod
+    def decode(user_id: str, incarnation: Any, version: Any, epoch: Any, state: Any) -> UserState:
+        try:
+            tensors, _ = decode_tensors(as_bytes(state))
+            return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors)
+        except CorruptRecord as error:
+            raise CorruptRecord(f"the state of user {user_id!r}: {error}") from error
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class UserUpdate:
+    """The new state of one user, what it replaces and the events it accounts for."""
+
+    state: UserState
+    expected_version: int
+    expected_incarnation: int
+    samples: Sequence[Sample]
+    entry_ids: Sequence[str]
+
+    def arguments(self) -> list[Argument]:
+        """What the apply script takes for one update."""
+        return [
+            self.state.user_id,
+            f"{self.expected_incarnation}:{self.expected_version}",
+            self.state.incarnation,
+            self.state.version,
+            self.state.epoch,
+            self.state.encode(),
+            ",".join(self.entry_ids),
+            len(self.samples),
+            *[sample.encode() for sample in self.samples],
+        ]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UpdateEntry:
+    """One line of the update log: a user moved; no entry ids when only the epoch under the state changed."""
+
+    cursor: str
+    user_id: str
+    incarnation: int
+    version: int
+    entry_ids: tuple[str, ...]
+    applied: int
+
+    @staticmethod
+    def decode(cursor: str, fields: dict[bytes, bytes]) -> UpdateEntry:
+        joined = as_text(fields.get(b"e"))
+        return UpdateEntry(
+            cursor=cursor,
+            user_id=as_text(fields.get(b"u")),
+            incarnation=as_int(fields.get(b"i")),
+            version=as_int(fields.get(b"v")),
+            entry_ids=tuple(joined.split(",")) if joined else (),
+            applied=as_int(fields.get(b"t")),
+        )
+
+
+@final
+class UserStore:
+    """The users of one namespace."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: NamespaceKeys,
+        store_epoch: str,
+        *,
+        samples_kept: int,
+        update_log_cap: int = 100_000,
+    ) -> None:
+        if samples_kept < 1 or update_log_cap < 1:
+            raise ValueError("at least one sample and one line of the log must be kept")
+        self._redis = redis
+        self._keys = keys
+        self._store_epoch = store_epoch
+        self._samples_kept = samples_kept
+        self._log_cap = update_log_cap
+        self._apply = load_script(redis, "apply")
+        self._rebase = load_script(redis, "rebase")
+
+    async def load(self, user_ids: Iterable[str]) -> dict[str, UserState]:
+        """The states of these users; users never learned are absent."""
+        ids = list(dict.fromkeys(user_ids))
+        replies = await pipeline(
+            self._redis,
+            [("HMGET", self._keys.user(user), "incarnation", "version", "epoch", "state") for user in ids],
+        )
+        return {
+            user: UserState.decode(user, *reply)
+            for user, reply in zip(ids, replies, strict=True)
+            if any(field is not None for field in reply)
+        }
+
+    async def load_samples(self, user_ids: Iterable[str]) -> dict[str, list[Sample]]:
+        """The samples kept of these users, oldest first; users without any are absent."""
+        ids = list(dict.fromkeys(user_ids))
+        replies = await pipeline(self._redis, [("LRANGE", self._keys.samples(user), 0, -1) for user in ids])
+        return {
+            user: [Sample.decode(as_bytes(blob)) for blob in reply]
+            for user, reply in zip(ids, replies, strict=True)
+            if reply
+        }
+
+    async def apply(
+        self, partition: int, consumer: str, entry_ids: Sequence[str], updates: Sequence[UserUpdate]
+    ) -> int:
+        """Write all updates, acknowledge and delete all entries; the events ever applied in the partition.
+
+        Entries in no update are acknowledged without an effect. FenceLost, with nothing written, when an
+        entry is not pending for this consumer, a user is not at the expected version, or the store is
+        another one.
+        """
+        self._check_batch(partition, entry_ids, updates)
+        keys = [
+            self._keys.marker(partition),
+            self._keys.events(partition),
+            self._keys.counters(partition),
+            self._keys.update_log(partition),
+            self._keys.versions(partition),
+            self._keys.attempts(partition),
+        ]
+        arguments: list[Argument] = [
+            self._store_epoch,
+            LEARNERS,
+            consumer,
+            self._samples_kept,
+            self._log_cap,
+            len(entry_ids),
+            *entry_ids,
+        ]
+        for update in updates:
+            keys += [self._keys.user(update.state.user_id), self._keys.samples(update.state.user_id)]
+            arguments += update.arguments()
+        status, detail = await self._apply.call(keys, arguments)
+        if status != b"ok":
+            raise FenceLost(FENCE_REASONS[status], as_bytes(detail).decode("utf-8", "replace"))
+        return as_int(detail)
+
+    def _check_batch(self, partition: int, entry_ids: Sequence[str], updates: Sequence[UserUpdate]) -> None:
+        """Refuse what the script's checks cannot see: the same thing twice, or moves that are none."""
+        users = [update.state.user_id for update in updates]
+        named = [entry_id for update in updates for entry_id in update.entry_ids]
+        if len(set(users)) != len(users) or len(set(entry_ids)) != len(entry_ids):
+            raise ValueError("a batch names each user and each entry once")
+        if len(set(named)) != len(named) or not set(named) <= set(entry_ids):
+            raise ValueError("the entries of the updates must be distinct entries of the batch")
+        for update in updates:
+            state = update.state
+            if self._keys.partition_of(state.user_id) != partition:
+                raise ValueError(f"user {state.user_id!r} is not in partition {partition}")
+            expected = (update.expected_incarnation, update.expected_version)
+            if (state.incarnation, state.version) <= expected:
+                raise ValueError(f"the update of user {state.user_id!r} does not move on from {expected}")
+
+    async def rebase(self, partition: int, states: Sequence[UserState]) -> list[bool]:
+        """Rewrite states under a newer epoch at the same version; False for users that moved meanwhile."""
+        keys = [
+            self._keys.marker(partition),
+            self._keys.counters(partition),
+            self._keys.update_log(partition),
+            self._keys.versions(partition),
+        ]
+        arguments: list[Argument] = [self._store_epoch, self._log_cap]
+        for state in states:
+            if self._keys.partition_of(state.user_id) != partition:
+                raise ValueError(f"user {state.user_id!r} is not in partition {partition}")
+            keys.append(self._keys.user(state.user_id))
+            arguments += [state.user_id, state.incarnation, state.version, state.epoch, state.encode()]
+        status, *done = await self._rebase.call(keys, arguments)
+        if status != b"ok":
+            raise FenceLost("store-epoch", f"partition {partition}")
+        return [bool(flag) for flag in done]
+
+    async def versions(self, partition: int) -> dict[str, tuple[int, int]]:
+        """(incarnation, version) of every user of a partition."""
+        found: dict[str, tuple[int, int]] = {}
+        cursor = "0"
+        while True:
+            key = self._keys.versions(partition)
+            reply = await command(self._redis, "HSCAN", key, cursor, "COUNT", SCAN_COUNT)
+            for user_id, joined in zip(reply[1][0::2], reply[1][1::2], strict=True):
+                incarnation, _, version = as_text(joined).partition(":")
+                found[as_text(user_id)] = (as_int(incarnation), as_int(version))
+            cursor = as_text(reply[0])
+            if cursor == "0":
+                return found
+
+    async def applied(self) -> dict[int, int]:
+        """Events ever applied, by partition."""
+        partitions = range(self._keys.partitions)
+        replies = await pipeline(
+            self._redis, [("HGET", self._keys.counters(partition), "applied") for partition in partitions]
+        )
+        return {partition: as_int(reply, absent=0) for partition, reply in zip(partitions, replies, strict=True)}
+
+    async def count(self) -> int:
+        """Users of all partitions."""
+        partitions = range(self._keys.partitions)
+        replies = await pipeline(self._redis, [("HLEN", self._keys.versions(partition)) for partition in partitions])
+        return sum(as_int(reply) for reply in replies)
+
+    async def count_quarantined(self, partition: int, users: int) -> None:
+        """Count learners that were put back to the prior; for people to see, nothing depends on it."""
+        await command(self._redis, "HINCRBY", self._keys.counters(partition), "quarantined", users)
+
+    async def counters(self) -> dict[str, int]:
+        """Sums over partitions of what was enqueued, applied, buried and quarantined, ever."""
+        names = ("enqueued", "applied", "buried", "quarantined")
+        replies = await pipeline(
+            self._redis,
+            [("HMGET", self._keys.counters(partition), *names) for partition in range(self._keys.partitions)],
+        )
+        return {name: sum(as_int(reply[place], absent=0) for reply in replies) for place, name in enumerate(names)}
+
+    def partition_of(self, user_id: str) -> int:
+        """The partition that holds a user."""
+        return self._keys.partition_of(user_id)
+
+    async def tail(self, partition: int, cursor: str, *, block_ms: int, count: int) -> list[UpdateEntry]:
+        """Lines of the update log after `cursor`; waits at most `block_ms`, and below the socket time-out."""
+        wait = block_arguments(self._redis, block_ms)
+        key = self._keys.update_log(partition)
+        reply = await command(self._redis, "XREAD", "COUNT", count, *wait, "STREAMS", key, cursor)
+        return [UpdateEntry.decode(entry_id, fields) for entry_id, fields in stream_entries(reply)]
+
+    async def log_head(self, partition: int) -> str:
+        """The cursor of the newest line of the update log."""
+        return await self._edge("XREVRANGE", partition, "+", "-")
+
+    async def first_cursor(self, partition: int) -> str:
+        """The cursor of the oldest line still in the update log."""
+        return await self._edge("XRANGE", partition, "-", "+")
+
+    async def gap(self, partition: int, cursor: str) -> bool:
+        """Whether lines after `cursor` may have been lost: a reader there must compare versions instead."""
+        key = self._keys.update_log(partition)
+        first = await self.first_cursor(partition)
+        if first == BEFORE_ALL:
+            return cursor != BEFORE_ALL
+        if _order(cursor) >= _order(first):
+            return False
+        info = await command(self._redis, "XINFO", "STREAM", key)
+        pairs = info if isinstance(info, dict) else dict(zip(info[0::2], info[1::2], strict=True))
+        return as_int(pairs.get(b"entries-added")) > as_int(pairs.get(b"length"))
+
+    async def _edge(self, name: str, partition: int, start: str, end: str) -> str:
+        key = self._keys.update_log(partition)
+        rows = parse_entries(await command(self._redis, name, key, start, end, "COUNT", 1))
+        return rows[0][0] if rows else BEFORE_ALL
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    """Stream ids compare as numbers, not as text."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    return as_int(milliseconds), as_int(sequence or "0")

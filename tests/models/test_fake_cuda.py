@@ -1,0 +1,203 @@
+"""The whole scoring and training path on a GPU that is not there.
+
+Under torch's FakeTensorMode tensors have a shape, a type and a device but no numbers, and an operation whose operands
+live on different devices raises as it would on the real thing. So does reading a number back, which would stall a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from models.bank import UserBank
+from models.groups import relative_groups
+from models.learner import Learner, Query, State, UserBatch
+from models.network import Shape, gradient_distance, gradient_norm
+from models.presets import build_learner
+from models.settings import MetaBanSettings
+
+CUDA = torch.device("cuda", 0)
+TWO_DEVICES = "two (different )?devices"
+INPUTS, USERS, SAMPLES, ARMS = 5, 7, 6, (3, 1, 4)
+
+
+class WithoutDriver(TorchFunctionMode):
+    """Turn t[key], t[key] = value and ~t into the operations they stand for.
+
+    These three ask the driver to make the tensor's device current before any operation is dispatched, which a torch
+    built without CUDA refuses even for fake tensors. The operations themselves need no driver.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            view, indices = self.view(args[0], args[1])
+            return torch.ops.aten.index.Tensor(view, indices) if indices else view
+        if func is Tensor.__setitem__:
+            view, indices = self.view(args[0], args[1])
+            value = torch.as_tensor(args[2], dtype=view.dtype)
+            if indices:
+                return torch.ops.aten.index_put_.default(view, indices, value)
+            return view.copy_(value)
+        if func is Tensor.__invert__:
+            return torch.bitwise_not(args[0])
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """The view that the numbers and slices of a key give, and the tensors of the key by dimension of that view."""
+        keys = key if isinstance(key, tuple) else (key,)
+        indices: list[Tensor | None] = []
+        for part in keys:
+            if isinstance(part, Tensor):
+                indices.append(part)
+            elif isinstance(part, slice):
+                start, stop, step = part.indices(tensor.shape[len(indices)])
+                tensor = torch.ops.aten.slice.Tensor(tensor, len(indices), start, stop, step)
+                indices.append(None)
+            elif isinstance(part, int):
+                tensor = tensor.select(len(indices), part)
+            else:
+                raise NotImplementedError(f"{part!r} in brackets")
+        return tensor, indices if any(index is not None for index in indices) else []
+
+
+@pytest.fixture(autouse=True)
+def fake_gpu() -> Iterator[None]:
+    """No real tensor gets in: one made outside of the mode is refused instead of being converted."""
+    with FakeTensorMode(allow_non_fake_inputs=False), WithoutDriver():
+        yield
+
+
+def moved(state: State) -> State:
+    """A state on the GPU."""
+    return {name: value.to(CUDA) for name, value in state.items()}
+
+
+def on_gpu(*tensors: Tensor) -> None:
+    """Hold every tensor to being fake, and on the GPU."""
+    for tensor in tensors:
+        assert isinstance(tensor, FakeTensor)
+        assert tensor.device == CUDA
+
+
+def batch(users: int, samples: int) -> UserBatch:
+    """Samples of users, on the GPU."""
+    return UserBatch(
+        features=torch.zeros(users, samples, INPUTS, device=CUDA),
+        rewards=torch.zeros(users, samples, device=CUDA),
+        valid=torch.ones(users, samples, dtype=torch.bool, device=CUDA),
+        events=torch.ones(users, dtype=torch.int64, device=CUDA),
+        draw=torch.zeros(users, dtype=torch.int64, device=CUDA),
+        weight=torch.ones(users, device=CUDA),
+    )
+
+
+def fitted(learner: Learner, shared: State, users: int) -> State:
+    """So many users' states after a fit, through a bank as the service holds them."""
+    newborn = {name: value.expand(users, *value.shape) for name, value in learner.newborn(shared).items()}
+    on_gpu(*newborn.values())
+    states = learner.fit(shared, batch(users, SAMPLES), newborn)
+    assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
+    bank = UserBank(learner.fields, learner.dtype, CUDA)
+    if users:
+        bank.put([f"u{index}" for index in range(users)], states, [SAMPLES] * users)
+    on_gpu(*states.values(), *bank.view().values())
+    return bank.view()
+
+
+def query(own: State) -> Query:
+    """Three requests of different sizes, on the GPU."""
+    return Query(
+        arms=torch.zeros(sum(ARMS), INPUTS, device=CUDA),
+        request=torch.tensor([index for index, count in enumerate(ARMS) for _ in range(count)], device=CUDA),
+        own=own,
+        own_in_pool=torch.tensor([True, False, True], device=CUDA),
+        own_events=torch.tensor([1, 0, 4], device=CUDA),
+    )
+
+
+def settings(preset: Literal["paper", "pooled"], **changes: Any) -> MetaBanSettings:
+    """A small learner of a preset."""
+    small = {"width": 8, "user_steps": 2, "meta_steps": 2, "recent_samples": 4, "step_samples": 4, "epoch_events": 1}
+    return MetaBanSettings.named(preset, **{**small, **changes})
+
+
+VARIANTS = [
+    settings("paper"),
+    settings("paper", draw="uniform", checkpoints=3),
+    settings("paper", rate_schedule="constant", standardize=False, depth=4),
+    settings("pooled"),
+    settings("pooled", rate_schedule="constant", standardize=False, depth=4),
+]
+
+
+@pytest.mark.parametrize("users", [USERS, 0])
+@pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: f"{chosen.preset}-{chosen.draw}-{chosen.depth}")
+def test_training_and_scoring_stay_on_the_gpu(chosen: MetaBanSettings, users: int) -> None:
+    learner = build_learner(chosen, INPUTS)
+    shared = moved(learner.initial_shared())
+    shared = learner.derive(shared, [batch(3, SAMPLES), batch(2, SAMPLES + 1)], 0, 32)
+    on_gpu(*shared.values())
+    pool = fitted(learner, shared, users)
+    own = {name: value.clone() for name, value in fitted(learner, shared, len(ARMS)).items()}
+    scores = learner.score(shared, pool, query(own))
+    on_gpu(scores.mean, scores.bonus, scores.group_size)
+    assert scores.mean.shape == scores.bonus.shape == scores.group_size.shape == (sum(ARMS),)
+    assert scores.mean.dtype == scores.bonus.dtype == learner.dtype
+    assert scores.group_size.dtype == torch.int64
+
+
+def test_the_parts_stay_on_the_gpu() -> None:
+    shape = Shape(INPUTS, 8, 3)
+    theta = torch.zeros(USERS, shape.parameters, device=CUDA)
+    x = torch.zeros(USERS, INPUTS, device=CUDA)
+    on_gpu(
+        gradient_norm(shape, theta, x),
+        gradient_distance(shape, theta, theta, x),
+        gradient_distance(shape, theta, theta[0], x),
+        relative_groups(torch.zeros(3, USERS, device=CUDA), torch.zeros(3, device=CUDA), 0.1),
+    )
+
+
+@pytest.mark.parametrize("preset", ["paper", "pooled"])
+@pytest.mark.parametrize("left_behind", ["shared", "pool", "own", "samples"])
+def test_a_state_left_on_the_cpu_would_be_noticed(preset: Literal["paper", "pooled"], left_behind: str) -> None:
+    """What makes the test above worth something: the same path raises as soon as one part is elsewhere."""
+    learner = build_learner(settings(preset), INPUTS)
+    on_cpu = learner.initial_shared()
+    shared = moved(on_cpu)
+    pool = fitted(learner, shared, USERS)
+    own = fitted(learner, shared, len(ARMS))
+    elsewhere = {"pool": pool, "own": own}
+    with pytest.raises(RuntimeError, match=TWO_DEVICES):  # noqa: PT012
+        if left_behind == "samples":
+            learner.fit(on_cpu, batch(USERS, SAMPLES), pool)
+        elif left_behind == "shared":
+            learner.score(on_cpu, pool, query(own))
+        else:
+            elsewhere[left_behind] = {name: value.cpu() for name, value in elsewhere[left_behind].items()}
+            learner.score(shared, elsewhere["pool"], query(elsewhere["own"]))
+
+
+def test_mixing_devices_raises_in_this_mode() -> None:
+    with pytest.raises(RuntimeError, match=TWO_DEVICES):
+        torch.zeros(3, device=CUDA) + torch.zeros(3)
+    with pytest.raises(RuntimeError, match=TWO_DEVICES):
+        torch.zeros(2, 3, device=CUDA) @ torch.zeros(3, 2)
+
+
+def test_reading_a_number_back_raises_in_this_mode() -> None:
+    with pytest.raises(DataDependentOutputException):
+        torch.zeros(3, device=CUDA).sum().item()

@@ -1,0 +1,73 @@
+"""An engine that remembers what it was asked: for tests of the HTTP edge, and of nothing behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from service.app import create_app
+from service.contracts import (
+    CheckResult,
+    FeedbackOutcome,
+    RankedItem,
+    Recommendation,
+    RecommendCommand,
+    RewardCommand,
+)
+from service.settings import Settings
+
+
+class EdgeEngine:
+    def __init__(self) -> None:
+        self.calls: list[RecommendCommand | list[RewardCommand]] = []
+        self.waited: list[bool] = []
+        self.running = False
+        self.error: Exception | None = None
+        self.outcome = FeedbackOutcome(1, 0, (), None)
+        self.checks = {"store": CheckResult(True, "answers")}
+
+    async def start(self) -> None:
+        self.running = True
+
+    async def stop(self) -> None:
+        self.running = False
+
+    async def recommend(self, command: RecommendCommand) -> Recommendation:
+        self.calls.append(command)
+        if self.error:
+            raise self.error
+        items = tuple(
+            RankedItem(arm.id, rank, 0.75, 0.5, 0.25, 0.98, 1)
+            for rank, arm in enumerate(command.arms[: command.k], start=1)
+        )
+        return Recommendation(command.decision_id or "d-1", items, "ucb-floor", 3, "meta", False)
+
+    async def feedback(self, commands: list[RewardCommand], wait_applied: bool) -> FeedbackOutcome:
+        self.calls.append(commands)
+        self.waited.append(wait_applied)
+        if self.error:
+            raise self.error
+        return self.outcome
+
+    async def readiness(self) -> dict[str, CheckResult]:
+        if self.error:
+            raise self.error
+        return self.checks
+
+    async def refresh_gauges(self) -> None:
+        if self.error:
+            raise self.error
+
+
+@asynccontextmanager
+async def edge(engine: EdgeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the real app around the engine."""
+    app = create_app(Settings(**settings), engine)  # type: ignore[arg-type]
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,
+    ):
+        yield client

@@ -1,0 +1,169 @@
+"""The command line, as a person meets it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from service import doctor
+from service.auth import digest_of
+from service.cli import app
+from service.server import ServeError, bind, store_name
+from service.settings import Settings
+
+runner = CliRunner()
+
+
+def text_of(*words: str, code: int = 0) -> str:
+    result = runner.invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_help() -> None:
+    text = text_of("--help")
+    for word in ("serve", "worker", "doctor", "key", "bench", "Examples", "METABAN_DATA_DIR"):
+        assert word in text
+    assert "--no-worker" in text_of("serve", "--help")
+    assert re.fullmatch(r"metaban \d+\.\d+\.\d+\n", text_of("--version"))
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = "import sys, service.cli; sys.exit('torch' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_key() -> None:
+    words = dict(line.split() for line in text_of("key").splitlines()[:2])
+    assert digest_of(words["key"]) == words["digest"]
+    assert text_of("key") != text_of("key")
+
+
+def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METABAN_EPSILON", "7")
+    for command in ("serve", "worker", "doctor"):
+        assert "METABAN_EPSILON: Input should be less than or equal to 1" in text_of(command, code=2)
+
+
+def test_settings_hide_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@host")
+    text = text_of("settings")
+    assert "METABAN_REWARD_WINDOW_S" in text
+    assert "secret@" not in text
+
+
+def test_a_worker_needs_a_store() -> None:
+    assert "REDIS_URL" in text_of("worker", code=1)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])  # noqa: S104
+def test_no_keys_no_network(host: str) -> None:
+    with pytest.raises(ServeError, match="metaban key"):
+        bind(Settings(), host, 0)
+    bind(Settings(client_keys={digest_of("k")}), "0.0.0.0", 0).close()  # noqa: S104
+    assert "metaban key" in text_of("serve", "--host", host, code=1)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ServeError, match=f"port {port} on 127.0.0.1 is in use"):
+            bind(Settings(), "127.0.0.1", port)
+        # Two that want the same port at the same time: the second is told at once, not when it listens.
+        with bind(Settings(), "127.0.0.1", 0) as first, pytest.raises(ServeError, match="in use"):
+            bind(Settings(), "127.0.0.1", first.getsockname()[1])
+
+
+def test_an_address_of_someone_else() -> None:
+    with pytest.raises(ServeError, match="not an address of this machine"):
+        bind(Settings(client_keys={digest_of("k")}), "192.0.2.1", 0)
+    with pytest.raises(ServeError, match="cannot find the address"):
+        bind(Settings(), "no-such-host.invalid", 0)
+
+
+def test_a_store_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", f"unix://{tmp_path}/nothing.sock")
+    assert "the store does not answer" in text_of("serve", "--port", "0", code=1)
+
+
+def test_the_password_of_the_store_is_not_shown() -> None:
+    assert store_name(Settings(redis_url="redis://me:secret@host:1/2")) == "redis://host:1/2"
+    assert store_name(Settings(redis_url="unix://me:secret@/run/x.sock")) == "unix:///run/x.sock"
+
+
+def levels(checks: list[doctor.Check]) -> dict[str, str]:
+    return {check.name: check.level for check in checks}
+
+
+def test_doctor_is_content(tmp_path: Path, valkey_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    found = levels(doctor.collect(Settings(data_dir=tmp_path / "new", device="cpu"), port=port))
+    assert "fail" not in found.values()
+    assert {"python", "packages", "device", "store", "clock", "data directory", "disk", "port", "memory"} <= set(found)
+    assert not (tmp_path / "new").exists()
+    # The Valkey of the tests keeps nothing on disk, which is worth a word.
+    assert levels(doctor.collect(Settings(redis_url=valkey_url), port=port))["store"] == "warn"
+
+
+def test_doctor_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METABAN_TYPO", "1")
+    (tmp_path / "file").touch()
+    settings = Settings(redis_url=f"unix://{tmp_path}/nothing.sock", data_dir=tmp_path / "file" / "data")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        checks = doctor.collect(settings, port=other.getsockname()[1])
+    found = levels(checks)
+    assert {name: found[name] for name in ("store", "data directory", "port", "settings")} == {
+        "store": "fail",
+        "data directory": "fail",
+        "port": "fail",
+        "settings": "warn",
+    }
+    assert all(check.advice or check.name == "port" for check in checks if check.level != "ok")
+
+
+def test_doctor_exits_with_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REDIS_URL", f"unix://{tmp_path}/nothing.sock")
+    assert "fail" in text_of("doctor", "--port", "0", code=1)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_serve_stops_everything_it_started(tmp_path: Path, stop: signal.Signals) -> None:
+    environment = {**os.environ, "METABAN_DATA_DIR": str(tmp_path / "data"), "METABAN_LOG_FORMAT": "json"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.cli", "serve", "--port", "0"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said: dict[str, str] = {}
+    while "worker" not in said:
+        name, _, value = process.stdout.readline().strip().partition(" ")
+        said[name] = value.strip()
+    assert said["data"] == str((tmp_path / "data").resolve())
+    assert said["namespace"] == "default"
+    assert said["docs"] == said["service"] + "/docs"
+    # The socket listens already: the request waits for the service to be ready.
+    assert httpx.get(said["service"] + "/health/ready", timeout=30).json()["status"] == "ready"
+    process.send_signal(stop)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+    worker = int(said["worker"].removeprefix("process "))
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not (tmp_path / "data" / "run" / "valkey.sock").exists()

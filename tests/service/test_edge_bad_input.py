@@ -1,0 +1,233 @@
+"""Everything a client can get wrong: the right status, a problem document that names the field, no call behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from edge_engine import EdgeEngine, edge
+
+from service.problems import MAX_DETAIL_CHARS, MAX_ERRORS, MAX_FIELD_CHARS
+
+JSON = {"Content-Type": "application/json"}
+LONG = "x" * 257
+
+
+def ask(**changes: Any) -> dict[str, Any]:
+    arms = [{"id": "a", "features": [1, 2.5]}, {"id": "b", "features": [0, -1]}]
+    return {"user_id": "u", "arms": arms, **changes}
+
+
+def arms(*features: Any) -> dict[str, Any]:
+    return ask(arms=[{"id": f"a{place}", "features": item} for place, item in enumerate(features)])
+
+
+def reward(**changes: Any) -> dict[str, Any]:
+    return {"decision_id": "d-1", "reward": 1, **changes}
+
+
+#: What is wrong: body (written by Python's json, so NaN and Infinity come as such), field to be named.
+RECOMMEND = {
+    "not an object": ([], ""),
+    "null body": (None, ""),
+    "no user": ({"arms": ask()["arms"]}, "user_id"),
+    "no arms": ({"user_id": "u"}, "arms"),
+    "empty arms": (ask(arms=[]), "arms"),
+    "arms null": (ask(arms=None), "arms"),
+    "arms object": (ask(arms={}), "arms"),
+    "arm is a number": (ask(arms=[1]), "arms[0]"),
+    "too many arms": (arms(*[[1]] * 11), "arms"),
+    "unknown member": (ask(colour="red"), "colour"),
+    "unknown member of an arm": (ask(arms=[{"id": "a", "features": [1], "x": 1}]), "arms[0].x"),
+    "user is empty": (ask(user_id=""), "user_id"),
+    "user is too long": (ask(user_id=LONG), "user_id"),
+    "user is a number": (ask(user_id=7), "user_id"),
+    "user is null": (ask(user_id=None), "user_id"),
+    "user holds NUL": (ask(user_id="a\0b"), "user_id"),
+    "user holds a line break": (ask(user_id="a\n"), "user_id"),
+    "user holds a C1 control": (ask(user_id="a\x9f"), "user_id"),
+    "user holds half a pair": (ask(user_id="a\ud800b"), "user_id"),
+    "arm id is too long": (ask(arms=[{"id": LONG, "features": [1]}]), "arms[0].id"),
+    "arm id is a boolean": (ask(arms=[{"id": True, "features": [1]}]), "arms[0].id"),
+    "arm id holds half a pair": (ask(arms=[{"id": "\udc00", "features": [1]}]), "arms[0].id"),
+    "duplicate arm ids": (ask(arms=[{"id": i, "features": [1]} for i in "aba"]), "arms[2].id"),
+    "ragged arms": (arms([1, 2], [1, 2], [1]), "arms[2].features"),
+    "lists and objects": (arms([1, 2], {"x": 1, "y": 2}), "arms[1].features"),
+    "no features": (arms([1], []), "arms[1].features"),
+    "no named features": (arms({}), "arms[0].features"),
+    "features missing": (ask(arms=[{"id": "a"}]), "arms[0].features"),
+    "features null": (arms(None), "arms[0].features"),
+    "features text": (arms("1,2"), "arms[0].features"),
+    "too many features": (arms([1.0] * 9), "arms[0].features"),
+    "too many named features": (arms({str(i): 1 for i in range(9)}), "arms[0].features"),
+    "NaN": (arms([1, 2], [1, float("nan")]), "arms[1].features[1]"),
+    "Infinity": (arms([float("inf"), 2]), "arms[0].features[0]"),
+    "-Infinity": (arms([1, float("-inf")]), "arms[0].features[1]"),
+    "beyond float32": (arms([1, 2e30]), "arms[0].features[1]"),
+    "far below zero": (arms([1, -2e30]), "arms[0].features[1]"),
+    "huge integer": (arms([1, 10**400]), "arms[0].features[1]"),
+    "boolean as number": (arms([1, True]), "arms[0].features[1]"),
+    "number as text": (arms([1, "2"]), "arms[0].features[1]"),
+    "null as number": (arms([1, None]), "arms[0].features[1]"),
+    "list as number": (arms([1, [2]]), "arms[0].features[1]"),
+    "named NaN": (arms({"x": float("nan")}), "arms[0].features.x"),
+    "named too large": (arms({"x": 1e31}), "arms[0].features.x"),
+    "named null": (arms({"x": 1, "y": None}), "arms[0].features.y"),
+    "named list": (arms({"x": [1]}), "arms[0].features.x"),
+    "named long text": (arms({"x": LONG}), "arms[0].features.x"),
+    "long name": (arms({LONG: 1}), None),
+    "k is zero": (ask(k=0), "k"),
+    "k is too large": (ask(k=101), "k"),
+    "k beyond the arms": (ask(k=3), "k"),
+    "k is a boolean": (ask(k=True), "k"),
+    "k is text": (ask(k="1"), "k"),
+    "k is a fraction": (ask(k=1.5), "k"),
+    "k is null": (ask(k=None), "k"),
+    "context is text": (ask(context="rain"), "context"),
+    "context NaN": (ask(context=[1, float("nan")]), "context[1]"),
+    "context too long": (ask(context=[1] * 9), "context"),
+    "context empty": (ask(context=[]), "context"),
+    "decision id with a space": (ask(decision_id="a b"), "decision_id"),
+    "decision id with a line break": (ask(decision_id="a\n"), "decision_id"),
+    "decision id too long": (ask(decision_id="a" * 129), "decision_id"),
+    "decision id empty": (ask(decision_id=""), "decision_id"),
+}
+FEEDBACK = {
+    "not an object": ("x", ""),
+    "empty": ({}, "decision_id"),
+    "no reward": ({"decision_id": "d"}, "reward"),
+    "reward too large": (reward(reward=1.01), "reward"),
+    "reward negative": (reward(reward=-1e-9), "reward"),
+    "reward NaN": (reward(reward=float("nan")), "reward"),
+    "reward Infinity": (reward(reward=float("inf")), "reward"),
+    "reward boolean": (reward(reward=True), "reward"),
+    "reward text": (reward(reward="1"), "reward"),
+    "reward null": (reward(reward=None), "reward"),
+    "unknown member": (reward(value=1), "value"),
+    "decision id with NUL": (reward(decision_id="a\0"), "decision_id"),
+    "arm id with NUL": (reward(arm_id="a\0"), "arm_id"),
+    "arm id too long": (reward(arm_id=LONG), "arm_id"),
+    "event id empty": (reward(event_id=""), "event_id"),
+    "event id with an escape": (reward(event_id="\x1b[2J"), "event_id"),
+    "one and many": ({"events": [reward()], "reward": 1}, "reward"),
+    "no events": ({"events": []}, "events"),
+    "events null": ({"events": None}, "events"),
+    "too many events": ({"events": [reward()] * 1001}, "events"),
+    "bad event": ({"events": [reward(), reward(reward=2)]}, "events[1].reward"),
+    "event is a number": ({"events": [reward(), 3]}, "events[1]"),
+    "unknown member of an event": ({"events": [reward(), reward(x=2)]}, "events[1].x"),
+}
+#: Bodies that Python would not write: status and field.
+RAW = {
+    "empty": (b"", 400, None),
+    "cut off": (b'{"user_id": "u', 400, None),
+    "not JSON": (b"user_id=u", 400, None),
+    "two documents": (b"{} {}", 400, None),
+    "invalid UTF-8": (b'{"user_id": "\xff"}', 400, None),
+    "surrogate in UTF-8": (b'{"user_id": "\xed\xa0\x80"}', 400, None),
+    "raw NUL in text": (b'{"user_id": "\x00"}', 400, None),
+    "1e999": (b'{"user_id":"u","arms":[{"id":"a","features":[0, 1e999]}]}', 422, "arms[0].features[1]"),
+    "-1e999": (b'{"user_id":"u","arms":[{"id":"a","features":[-1e999]}]}', 422, "arms[0].features[0]"),
+    "5000 digits": (b'{"user_id":"u","arms":[{"id":"a","features":[' + b"9" * 5000 + b"]}]}", 422, ""),
+    "deep lists": (b"[" * 100_000, 422, ""),
+    "deep lists, closed": (b"[" * 100_000 + b"]" * 100_000, 422, ""),
+    "deep objects": (b'{"user_id":' * 100_000 + b"1" + b"}" * 100_000, 422, ""),
+    "lone surrogate": (b'{"user_id": "\\ud83d", "arms": []}', 422, "user_id"),
+    "lone surrogate as a name": (b'{"\\udead": 1}', 422, "\udead"),
+}
+
+
+@pytest.fixture
+def engine() -> EdgeEngine:
+    return EdgeEngine()
+
+
+@pytest.fixture
+async def client(engine: EdgeEngine) -> AsyncIterator[Any]:
+    async with edge(engine, max_arms=10, max_dimension=8) as client:
+        yield client
+
+
+async def refuse(
+    client: Any, engine: EdgeEngine, path: str, body: Any, status: int, field: str | None
+) -> dict[str, Any]:
+    """Send it; check all that every refusal has in common; hand back the document."""
+    response = await client.post(path, content=body, headers=JSON)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = json.loads(response.content, parse_constant=pytest.fail)
+    assert document["status"] == status
+    assert document["type"].startswith("/problems/")
+    assert document["instance"] == response.headers["x-request-id"]
+    assert {"title", "detail"} <= document.keys()
+    assert len(response.content) < 2_000
+    if field is not None:
+        assert field in [error["field"] for error in document["errors"]]
+    assert engine.calls == []
+    return document
+
+
+@pytest.mark.parametrize(("body", "field"), RECOMMEND.values(), ids=RECOMMEND)
+async def test_bad_recommend(client: Any, engine: EdgeEngine, body: Any, field: str | None) -> None:
+    await refuse(client, engine, "/recommend", json.dumps(body).encode(), 422, field)
+
+
+@pytest.mark.parametrize(("body", "field"), FEEDBACK.values(), ids=FEEDBACK)
+async def test_bad_feedback(client: Any, engine: EdgeEngine, body: Any, field: str | None) -> None:
+    await refuse(client, engine, "/feedback", json.dumps(body).encode(), 422, field)
+
+
+@pytest.mark.parametrize("path", ["/recommend", "/feedback"])
+@pytest.mark.parametrize(("body", "status", "field"), RAW.values(), ids=RAW)
+async def test_bad_bytes(
+    client: Any, engine: EdgeEngine, path: str, body: bytes, status: int, field: str | None
+) -> None:
+    about_arms = bool(field) and "arms" in str(field)
+    await refuse(client, engine, path, body, status, None if path == "/feedback" and about_arms else field)
+
+
+async def test_large_body_plain(client: Any, engine: EdgeEngine) -> None:
+    await refuse(client, engine, "/recommend", b"[" + b" " * 10_000_000 + b"]", 413, None)
+
+
+@pytest.mark.parametrize("path", ["/recommend", "/feedback"])
+async def test_large_body_in_chunks(client: Any, engine: EdgeEngine, path: str) -> None:
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(160):
+            sent += 65_536
+            yield b" " * 65_536
+
+    await refuse(client, engine, path, chunks(), 413, None)
+    assert sent <= 1_048_576 + 2 * 65_536, "it went on reading past the cap"
+
+
+async def test_what_is_refused_is_never_repeated_at_length(client: Any, engine: EdgeEngine) -> None:
+    document = await refuse(client, engine, "/recommend", json.dumps({"q" * 100_000: 1}).encode(), 422, None)
+    assert len(document["detail"]) <= MAX_DETAIL_CHARS
+    assert len(document["errors"][0]["field"]) <= MAX_FIELD_CHARS
+    response = await client.post("/recommend", json=arms({f"n{i}": None for i in range(8)}))
+    assert len(response.json()["errors"]) <= MAX_ERRORS
+    response = await client.post("/feedback?wait=" + "z" * 50_000, json=reward())
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "wait"
+    assert len(response.content) < 1_000
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", None])
+async def test_only_json_is_read(client: Any, engine: EdgeEngine, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = await client.post("/recommend", content=json.dumps(ask()).encode(), headers=headers)
+    assert response.status_code == 415
+    assert response.headers["content-type"] == "application/problem+json"
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+async def test_json_by_any_name(client: Any, kind: str) -> None:
+    response = await client.post("/recommend", content=json.dumps(ask()).encode(), headers={"Content-Type": kind})
+    assert response.status_code == 200

@@ -1,0 +1,142 @@
+"""The codec gives back what it was given, and refuses everything else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from store import codec
+from store.codec import DTYPES, Sample, decode_sample, decode_tensors, encode_sample, encode_tensors
+from store.decisions import DecidedItem, Decision
+from store.epochs import Epoch
+from store.errors import CorruptRecord
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+ARRAYS = st.sampled_from(list(DTYPES.values())).flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+)
+SAMPLES = st.builds(
+    Sample,
+    features=hnp.arrays(np.float32, st.integers(0, 8), elements=st.floats(width=32, allow_nan=False)),
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+    propensity=st.floats(0, 1),
+    epoch=st.integers(-(2**63), 2**63 - 1),
+    received_ms=st.integers(0, 2**63 - 1),
+    arm_id=TEXT,
+)
+ITEM = DecidedItem("arm", 1, 0.5, 0.4, 0.1, 0.98, 3)
+RECORDS = [
+    (encode_tensors({"a": np.eye(3), "b": np.zeros(0, np.float32)}, {"k": "v"}), decode_tensors),
+    (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm").encode(), decode_sample),
+    (Epoch(1, 2, {"mu": np.ones(4)}, ("ann",), 5).encode(), Epoch.decode),
+    (
+        Decision("d", "u", "ff", (ITEM,), np.ones((1, 3), np.float32), "ucb", 1, 2, "new", 4).encode(),
+        Decision.decode,
+    ),
+]
+
+
+@given(
+    tensors=st.dictionaries(TEXT.filter(lambda name: name != "__metadata__"), ARRAYS, max_size=4),
+    metadata=st.dictionaries(TEXT.filter(lambda name: name != "format"), TEXT, max_size=3),
+)
+def test_tensors_round_trip(tensors, metadata):
+    back, entries = decode_tensors(encode_tensors(tensors, metadata))
+    assert entries == metadata
+    assert set(back) == set(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        assert back[name].tobytes() == tensor.tobytes()
+        assert back[name].flags.writeable
+
+
+def test_strided_and_foreign_order_arrays():
+    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
+    views = {"t": matrix.T, "step": matrix[:, ::2], "big": matrix.astype(">f4"), "f": np.asfortranarray(matrix)}
+    back, _ = decode_tensors(encode_tensors(views, {}))
+    for name, view in views.items():
+        assert np.array_equal(back[name], view), name
+
+
+def test_what_cannot_be_held():
+    for tensors, metadata in [
+        ({"o": np.array([object()])}, {}),
+        ({"s": np.array(["text"])}, {}),
+        ({"c": np.zeros(2, np.complex128)}, {}),
+        ({"__metadata__": np.zeros(1)}, {}),
+        ({}, {"format": "mine"}),
+    ]:
+        with pytest.raises(ValueError, match=r"dtype|metadata"):
+            encode_tensors(tensors, metadata)
+    with pytest.raises(ValueError, match="vector"):
+        encode_sample(Sample(np.zeros((2, 2), np.float32), 0.0, 1.0, 0, 0, "arm"))
+
+
+@given(SAMPLES)
+def test_sample_round_trip(sample):
+    back = decode_sample(encode_sample(sample))
+    assert np.array_equal(back.features, sample.features)
+    for name in ("reward", "propensity", "epoch", "received_ms", "arm_id"):
+        assert getattr(back, name) == getattr(sample, name)
+
+
+@pytest.mark.parametrize(("blob", "decode"), RECORDS, ids=["tensors", "sample", "epoch", "decision"])
+def test_every_truncation_is_refused(blob, decode):
+    for length in range(len(blob)):
+        with pytest.raises(CorruptRecord):
+            decode(blob[:length])
+    with pytest.raises(CorruptRecord):
+        decode(blob + b"\0")
+
+
+@pytest.mark.parametrize(("blob", "decode"), RECORDS, ids=["tensors", "sample", "epoch", "decision"])
+def test_every_flipped_bit_is_refused_or_decoded(blob, decode):
+    for bit in range(8 * len(blob)):
+        broken = bytearray(blob)
+        broken[bit // 8] ^= 1 << bit % 8
+        try:
+            decode(bytes(broken))
+        except CorruptRecord:
+            continue
+
+
+@given(blob=st.binary(max_size=200), size=st.integers(0, 64), which=st.sampled_from(range(len(RECORDS))))
+def test_junk_is_refused(blob, size, which):
+    for junk in (blob, size.to_bytes(8, "little") + blob):
+        with pytest.raises(CorruptRecord):
+            RECORDS[which][1](junk)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"__metadata__":{"format":"metaban/1"},"a":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],'
+        b'"data_offsets":[0,0]}}',
+        b'{"__metadata__":{"format":"metaban/1"},"a":{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}',
+        b'{"__metadata__":{"format":"metaban/2"}}',
+        b'{"__metadata__":{"format":3}}',
+        b"{}",
+        b"3",
+    ],
+)
+def test_hostile_headers(header):
+    with pytest.raises(CorruptRecord):
+        decode_tensors(len(header).to_bytes(8, "little") + header)
+
+
+def test_pickles_are_not_read():
+    for _, decode in RECORDS:
+        with pytest.raises(CorruptRecord):
+            decode(pickle.dumps({"a": 1}))
+    folder = Path(codec.__file__).parent
+    sources = [path.read_text() for path in folder.rglob("*.py")]
+    assert folder / "users.py" in folder.iterdir()  # the package, and not a folder of the same name
+    assert not any("import pickle" in source or "allow_pickle" in source for source in sources)

@@ -1,0 +1,108 @@
+"""Epochs follow one another, and only the holder of the lease publishes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from store.codec import encode_tensors
+from store.epochs import Epoch, EpochStore
+from store.errors import CorruptRecord, StoreReset
+from store.namespaces import NamespaceRecord
+
+
+@pytest.fixture
+def epochs(redis: Redis, record: NamespaceRecord) -> EpochStore:
+    return EpochStore(redis, record.keys, record.store_epoch)
+
+
+def make_epoch(number: int) -> Epoch:
+    return Epoch(number, 10 * number, {"mu": np.arange(3) * 0.5, "n": np.array(2)}, ("ann", "bø"), 123)
+
+
+async def test_publish_and_read(epochs: EpochStore):
+    assert await epochs.current() is None
+    assert await epochs.log_head() == "0-0"
+    assert await epochs.acquire_lease("me", 60_000)
+    assert await epochs.publish(make_epoch(0), lease_token="me")
+    assert await epochs.publish(make_epoch(1), lease_token="me")
+    current = await epochs.current()
+    assert current is not None
+    assert (current.number, current.events, current.members, current.created_ms) == (1, 10, ("ann", "bø"), 123)
+    assert current.tensors["mu"].tolist() == [0.0, 0.5, 1.0]
+    log = await epochs.tail("0-0", 0)
+    assert [number for _, number in log] == [0, 1]
+    assert await epochs.log_head() == log[-1][0]
+    assert await epochs.tail(log[-1][0], 5) == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+async def test_publish_compares_the_number(epochs: EpochStore, picture, number):
+    await epochs.acquire_lease("me", 60_000)
+    assert not await epochs.publish(make_epoch(1), lease_token="me")
+    for n in (0, 1):
+        assert await epochs.publish(make_epoch(n), lease_token="me")
+    before = await picture()
+    assert not await epochs.publish(make_epoch(number), lease_token="me")
+    assert await picture() == before
+
+
+async def test_racing_publishers(epochs: EpochStore):
+    await epochs.acquire_lease("me", 60_000)
+    done = await asyncio.gather(*(epochs.publish(make_epoch(0), lease_token="me") for _ in range(8)))
+    assert done.count(True) == 1
+    assert len(await epochs.tail("0-0", 0)) == 1
+
+
+async def test_lost_lease_publishes_nothing(epochs: EpochStore, picture):
+    assert not await epochs.publish(make_epoch(0), lease_token="me")
+    assert await epochs.acquire_lease("me", 20)
+    await asyncio.sleep(0.05)
+    assert not await epochs.renew_lease("me", 60_000)
+    assert await epochs.acquire_lease("other", 60_000)
+    before = await picture()
+    assert not await epochs.publish(make_epoch(0), lease_token="me")
+    assert not await epochs.acquire_lease("me", 60_000)
+    assert not await epochs.renew_lease("me", 60_000)
+    assert not await epochs.release_lease("me")
+    assert await picture() == before
+
+
+async def test_lease_is_kept_and_given_back(redis: Redis, record, epochs: EpochStore):
+    assert await epochs.acquire_lease("me", 1_000)
+    assert await epochs.acquire_lease("me", 30_000)  # an answer got lost: it is ours all the same
+    assert await redis.pttl(record.keys.lease) > 1_000
+    assert await epochs.renew_lease("me", 90_000)
+    assert await redis.pttl(record.keys.lease) > 30_000
+    assert await epochs.release_lease("me")
+    assert await epochs.acquire_lease("other", 1_000)
+
+
+async def test_publish_into_another_store(redis: Redis, record, epochs: EpochStore):
+    foreign = EpochStore(redis, record.keys, "another store")
+    await epochs.acquire_lease("me", 60_000)
+    with pytest.raises(StoreReset):
+        await foreign.publish(make_epoch(0), lease_token="me")
+    await redis.flushall()
+    with pytest.raises(StoreReset):
+        await epochs.publish(make_epoch(0), lease_token="me")
+    assert await redis.dbsize() == 0
+
+
+async def test_tail_wakes_up(epochs: EpochStore):
+    await epochs.acquire_lease("me", 60_000)
+    waiting = asyncio.create_task(epochs.tail("0-0", 2_000))
+    await asyncio.sleep(0.02)
+    await epochs.publish(make_epoch(0), lease_token="me")
+    assert [number for _, number in await waiting] == [0]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"number":1,"events":1,"members":[1],"created_ms":1}'])
+def test_corrupt_epoch(text):
+    with pytest.raises(CorruptRecord):
+        Epoch.decode(encode_tensors({}, {"epoch": text}))
+    with pytest.raises(CorruptRecord):
+        Epoch.decode(encode_tensors({}, {}))

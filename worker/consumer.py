@@ -1,0 +1,98 @@
+"""Reading events: new ones in batches, stalled ones alone, hopeless ones to the dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import final
+
+import structlog
+
+from store.errors import FenceLost, StoreReset, StoreUnavailable
+from store.events import Delivery, EventStream
+from worker.publisher import Publisher
+
+#: Events taken in one read.
+BATCH_EVENTS = 64
+#: Longest wait for new events; also how long a stop may take when idle.
+READ_BLOCK_MS = 500
+#: An event whose consumer has not finished it for this long is taken over.
+STALLED_AFTER_MS = 4_000
+#: How often a partition is searched for stalled events.
+CLAIM_EVERY_S = 1.0
+CLAIM_EVENTS = 16
+#: Attempts on an event alone before it is given up. Attempts in a batch do not count: the fault may be a neighbour's.
+SOLO_ATTEMPTS_MAX = 5
+#: Pause after the store did not answer.
+UNAVAILABLE_PAUSE_S = 0.5
+
+log = structlog.get_logger()
+
+
+@final
+class Consumer:
+    """The reading end of one partition."""
+
+    def __init__(
+        self,
+        partition: int,
+        name: str,
+        streams: EventStream,
+        publisher: Publisher,
+        stopping: asyncio.Event,
+        *,
+        on_applied: Callable[[], None],
+    ) -> None:
+        self._partition = partition
+        self._name = name
+        self._streams = streams
+        self._publisher = publisher
+        self._stopping = stopping
+        self._on_applied = on_applied
+
+    async def run(self) -> None:
+        """Consume until asked to stop; the batch at hand is finished first."""
+        next_claim = 0.0
+        while not self._stopping.is_set():
+            try:
+                if time.monotonic() >= next_claim:
+                    next_claim = time.monotonic() + CLAIM_EVERY_S
+                    await self._take_over()
+                fresh = await self._streams.read(
+                    self._partition, self._name, count=BATCH_EVENTS, block_ms=READ_BLOCK_MS
+                )
+                if fresh:
+                    await self._learn(fresh)
+            except StoreUnavailable as error:
+                log.warning("store unavailable", partition=self._partition, error=str(error))
+                await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+
+    async def _take_over(self) -> None:
+        stalled = await self._streams.claim_stalled(
+            self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS
+        )
+        for delivery in stalled:
+            attempt = await self._streams.count_attempt(delivery)
+            if attempt > SOLO_ATTEMPTS_MAX:
+                await self._give_up(delivery)
+            elif attempt:
+                await self._learn([delivery])
+
+    async def _learn(self, deliveries: list[Delivery]) -> None:
+        try:
+            if await self._publisher.publish(self._partition, deliveries):
+                self._on_applied()
+        except (StoreUnavailable, StoreReset):
+            raise
+        except Exception:
+            # Left pending: taken over once stalled, then alone, so that one bad event cannot hold up its neighbours.
+            log.exception("events not applied", partition=self._partition, events=len(deliveries))
+
+    async def _give_up(self, delivery: Delivery) -> None:
+        reason = f"not applied after {SOLO_ATTEMPTS_MAX} attempts"
+        log.warning("event buried", partition=self._partition, entry=delivery.entry_id, reason=reason)
+        try:
+            await self._streams.bury(delivery, self._name, reason)
+        except FenceLost:
+            log.info("event claimed elsewhere", partition=self._partition, entry=delivery.entry_id)

@@ -1,0 +1,163 @@
+"""The meta-trainer: derives shared state from users' samples and publishes it as numbered epochs.
+
+One process at a time does this, by a lease; what makes it safe is not the lease but that an epoch is published only on
+top of the one it was derived from. When an epoch changes the inputs of the networks, every user is fitted again
+under it before it is published, and those who moved meanwhile right after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import final
+
+import numpy as np
+import structlog
+
+from store.epochs import Epoch, EpochStore
+from store.errors import StoreUnavailable
+from store.users import UserState, UserStore
+from worker.epochs import choose_teachers, derive_shared
+from worker.model import NamespaceModel, SharedEpoch
+from worker.trainer import Pupil, Trainer
+
+#: Longest time between two looks at whether an epoch is due; applied events wake the trainer at once.
+TICK_S = 1.0
+LEASE_MS = 10_000
+#: Users loaded, fitted and written in one go during a refit.
+REFIT_USERS = 256
+
+log = structlog.get_logger()
+
+
+@final
+class MetaTrainer:
+    """Publishes epochs when they are due."""
+
+    def __init__(
+        self,
+        users: UserStore,
+        epochs: EpochStore,
+        model: NamespaceModel,
+        compute: Executor,
+        stopping: asyncio.Event,
+        *,
+        token: str,
+        partitions: int,
+        candidate_pool: int,
+    ) -> None:
+        self._users = users
+        self._epochs = epochs
+        self._model = model
+        self._compute = compute
+        self._stopping = stopping
+        self._token = token
+        self._partitions = partitions
+        self._candidate_pool = candidate_pool
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look now: events were applied."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Publish epochs until asked to stop."""
+        while not self._stopping.is_set():
+            try:
+                await self._model.refresh_record()
+                await self._tick()
+            except StoreUnavailable as error:
+                log.warning("store unavailable", error=str(error))
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._woken.wait()
+                    self._woken.clear()
+            except TimeoutError:
+                continue
+
+    async def _tick(self) -> None:
+        trainer = self._model.trainer
+        if trainer is None:
+            return
+        await self._model.refresh_epoch()
+        current = self._model.epoch
+        total = sum((await self._users.applied()).values())
+        if self._model.epoch_published and not await self._due(trainer, current, total):
+            return
+        if not await self._epochs.acquire_lease(self._token, LEASE_MS):
+            return
+        try:
+            if self._model.epoch_published:
+                await self._advance(trainer, current, total)
+            else:
+                await self._publish(Epoch(0, 0, _arrays(current), (), _now_ms()))
+        finally:
+            await self._epochs.release_lease(self._token)
+
+    async def _due(self, trainer: Trainer, current: SharedEpoch, total: int) -> bool:
+        if trainer.learner.epoch_due(current.events, total):
+            return True
+        users = await self._users.count()
+        return users > self._candidate_pool and len(current.members) < self._candidate_pool
+
+    async def _advance(self, trainer: Trainer, current: SharedEpoch, total: int) -> None:
+        """Derive the next epoch, refit users where it changes their inputs, publish."""
+        user_ids = [user for partition in range(self._partitions) for user in await self._users.versions(partition)]
+        members = choose_teachers(user_ids, self._candidate_pool) if len(user_ids) > self._candidate_pool else []
+        teachers = await self._pupils(dict.fromkeys(choose_teachers(user_ids), 0))
+        loop = asyncio.get_running_loop()
+        tensors = await loop.run_in_executor(
+            self._compute, derive_shared, trainer, current.tensors, teachers, current.events, total
+        )
+        derived = SharedEpoch(current.number + 1, total, tuple(members), tensors)
+        refit = trainer.learner.refit_due(current.events, total)
+        if refit and not await self._refit(trainer, derived, user_ids):
+            return
+        if await self._publish(Epoch(derived.number, total, _arrays(derived), derived.members, _now_ms())) and refit:
+            await self._model.refresh_epoch()
+            # Events applied between their user's refit and the publication were still fitted under the old epoch.
+            await self._refit(trainer, derived, user_ids)
+
+    async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str]) -> bool:
+        """Fit again all users that were fitted under an older epoch; False when the lease was lost."""
+        ordered = sorted(user_ids)
+        loop = asyncio.get_running_loop()
+        for start in range(0, len(ordered), REFIT_USERS):
+            if not await self._epochs.renew_lease(self._token, LEASE_MS):
+                return False
+            states = await self._users.load(ordered[start : start + REFIT_USERS])
+            stale = {user: state for user, state in states.items() if state.epoch < epoch.number}
+            pupils = await self._pupils({user: state.version for user, state in stale.items()})
+            if not pupils:
+                continue
+            fitted = await loop.run_in_executor(self._compute, trainer.fit, epoch.tensors, pupils)
+            by_partition: dict[int, list[UserState]] = {}
+            for pupil, tensors in zip(pupils, fitted.states, strict=True):
+                before = stale[pupil.user_id]
+                state = UserState(pupil.user_id, before.incarnation, before.version, epoch.number, tensors)
+                by_partition.setdefault(self._users.partition_of(pupil.user_id), []).append(state)
+            for partition, moved in by_partition.items():
+                await self._users.rebase(partition, moved)
+        return True
+
+    async def _pupils(self, versions: Mapping[str, int]) -> list[Pupil]:
+        """Users with their samples, as new to the learner: what they were fitted to under older inputs is void."""
+        samples = await self._users.load_samples(versions)
+        return [Pupil(user, version, samples[user], None) for user, version in versions.items() if user in samples]
+
+    async def _publish(self, epoch: Epoch) -> bool:
+        published = await self._epochs.publish(epoch, lease_token=self._token)
+        if published:
+            log.info("epoch published", number=epoch.number, events=epoch.events, pool=len(epoch.members) or "all")
+            await self._model.refresh_epoch()
+        return published
+
+
+def _arrays(epoch: SharedEpoch) -> dict[str, np.ndarray]:
+    return {name: tensor.cpu().numpy() for name, tensor in epoch.tensors.items()}
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1_000)

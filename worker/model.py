@@ -1,0 +1,109 @@
+"""The learner of a namespace as this process knows it: settings, layout and the epoch it is at."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from models.features import FeatureLayout
+from models.learner import State
+from models.presets import build_learner
+from models.settings import MetaBanSettings
+from store.epochs import Epoch, EpochStore
+from store.errors import StoreReset
+from store.namespaces import NamespaceRecord, Namespaces
+from worker.trainer import Trainer
+
+#: How often a worker looks for a namespace that the service has not created yet.
+NAMESPACE_POLL_S = 0.25
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SharedEpoch:
+    """Shared state on the device, with the number and the applied events of its epoch."""
+
+    number: int
+    events: int
+    members: tuple[str, ...]
+    tensors: State
+
+
+@final
+class NamespaceModel:
+    """A trainer for the namespace's record, rebuilt when the record changes, and its current epoch."""
+
+    def __init__(self, namespaces: Namespaces, epochs: EpochStore, record: NamespaceRecord, device: torch.device):
+        self._namespaces = namespaces
+        self._epochs = epochs
+        self._device = device
+        self._record = record
+        self._trainer: Trainer | None = None
+        self._epoch: SharedEpoch | None = None
+        self._adopted: int | None = None
+        self._adopt(record)
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """None until the first request has fixed the feature layout."""
+        return self._trainer
+
+    @property
+    def epoch_published(self) -> bool:
+        """Whether the epoch comes from the store, not from the settings."""
+        return self._adopted is not None
+
+    @property
+    def epoch(self) -> SharedEpoch:
+        """The epoch to fit under; number 0 before any is published."""
+        if self._epoch is None:
+            raise RuntimeError("an epoch is only known once the layout is")
+        return self._epoch
+
+    async def refresh_record(self) -> None:
+        """Take over a changed record."""
+        record = await self._namespaces.load(self._record.name)
+        if record is None or record.store_epoch != self._record.store_epoch:
+            raise StoreReset(f"namespace {self._record.name} vanished or belongs to another store")
+        if record.revision != self._record.revision:
+            self._adopt(record)
+            await self.refresh_epoch()
+
+    async def refresh_epoch(self) -> None:
+        """Take over the newest published epoch."""
+        if self._trainer is None or await self._epochs.current_number() in (None, self._adopted):
+            return
+        published = await self._epochs.current()
+        if published is not None:
+            self._epoch = self.on_device(published)
+            self._adopted = published.number
+
+    def on_device(self, epoch: Epoch) -> SharedEpoch:
+        """A published epoch as tensors."""
+        tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in epoch.tensors.items()}
+        return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors)
+
+    def _adopt(self, record: NamespaceRecord) -> None:
+        self._record = record
+        if record.layout is None:
+            self._trainer = None
+            return
+        settings = MetaBanSettings.from_json(record.learner)
+        learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
+        self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight)
+        initial = {name: tensor.to(self._device) for name, tensor in learner.initial_shared().items()}
+        self._epoch = SharedEpoch(0, 0, (), initial)
+        self._adopted = None
+
+
+async def wait_for_namespace(namespaces: Namespaces, name: str, stopping: asyncio.Event) -> NamespaceRecord | None:
+    """The record of a namespace once the service has created it; None when asked to stop first."""
+    while not stopping.is_set():
+        record = await namespaces.load(name)
+        if record is not None and record.state == "ready":
+            return record
+        await asyncio.sleep(NAMESPACE_POLL_S)
+    return None

@@ -1,0 +1,124 @@
+"""Events in, users' new states out: load, fit, and apply with the acknowledgement in one atomic step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import final
+
+import structlog
+
+from store.errors import FenceLost, StoreReset
+from store.events import Delivery, EventStream, RewardEvent
+from store.users import UserState, UserStore, UserUpdate
+from worker.model import NamespaceModel
+from worker.trainer import Pupil, Trainer
+
+#: Times a batch is computed anew because a user moved meanwhile.
+FENCE_RETRIES = 8
+
+log = structlog.get_logger()
+
+
+@final
+class Publisher:
+    """Learns from deliveries and publishes the result."""
+
+    def __init__(
+        self,
+        streams: EventStream,
+        users: UserStore,
+        model: NamespaceModel,
+        compute: Executor,
+        *,
+        consumer: str,
+        samples_kept: int,
+    ) -> None:
+        self._streams = streams
+        self._users = users
+        self._model = model
+        self._compute = compute
+        self._consumer = consumer
+        self._samples_kept = samples_kept
+
+    async def publish(self, partition: int, deliveries: Sequence[Delivery]) -> int:
+        """Apply deliveries of one partition, burying those that no learner could take; how many were applied.
+
+        What another consumer has claimed meanwhile is left to it.
+        """
+        learnable = [delivery for delivery in deliveries if await self._check(delivery)]
+        trainer = self._model.trainer
+        if not learnable or trainer is None:
+            return 0
+        for _ in range(FENCE_RETRIES):
+            try:
+                await self._apply(partition, learnable, trainer)
+                return len(learnable)
+            except FenceLost as fence:
+                if fence.reason == "store-epoch":
+                    raise StoreReset(f"partition {partition} belongs to another store now") from fence
+                if fence.reason == "not-pending":
+                    if len(learnable) == 1:
+                        return 0
+                    return sum([await self.publish(partition, [delivery]) for delivery in learnable])
+        raise FenceLost("version", f"users of partition {partition} keep moving")
+
+    async def _check(self, delivery: Delivery) -> bool:
+        """Whether a delivery can be learned; what cannot ever be is buried with the reason."""
+        if delivery.event is None:
+            await self._bury(delivery, "the entry is not a reward event")
+            return False
+        if not self._fits(delivery.event):
+            await self._model.refresh_record()
+            if not self._fits(delivery.event):
+                await self._bury(delivery, f"{delivery.event.features.size} inputs do not fit the namespace's layout")
+                return False
+        return True
+
+    def _fits(self, event: RewardEvent) -> bool:
+        trainer = self._model.trainer
+        return trainer is not None and event.features.size == trainer.learner.inputs_expected
+
+    async def _bury(self, delivery: Delivery, reason: str) -> None:
+        log.warning("event buried", partition=delivery.partition, entry=delivery.entry_id, reason=reason)
+        try:
+            await self._streams.bury(delivery, self._consumer, reason)
+        except FenceLost:
+            log.info("event claimed elsewhere", partition=delivery.partition, entry=delivery.entry_id)
+
+    async def _apply(self, partition: int, deliveries: Sequence[Delivery], trainer: Trainer) -> None:
+        by_user: dict[str, list[tuple[str, RewardEvent]]] = {}
+        for delivery in deliveries:
+            if delivery.event is not None:
+                by_user.setdefault(delivery.event.user_id, []).append((delivery.entry_id, delivery.event))
+        states = await self._users.load(by_user)
+        samples = await self._users.load_samples(by_user)
+        pupils = []
+        for user_id, events in by_user.items():
+            state = states.get(user_id)
+            kept = [*samples.get(user_id, []), *(event.sample() for _, event in events)][-self._samples_kept :]
+            version = (state.version if state else 0) + len(events)
+            pupils.append(Pupil(user_id, version, kept, state.tensors if state else None))
+        epoch = self._model.epoch
+        loop = asyncio.get_running_loop()
+        fitted = await loop.run_in_executor(self._compute, trainer.fit, epoch.tensors, pupils)
+        for user_id in fitted.quarantined:
+            log.warning("learner quarantined", user=user_id, reason="not finite; put back to the prior")
+        updates = []
+        for pupil, tensors in zip(pupils, fitted.states, strict=True):
+            before = states.get(pupil.user_id)
+            incarnation = before.incarnation if before else 0
+            events = by_user[pupil.user_id]
+            updates.append(
+                UserUpdate(
+                    state=UserState(pupil.user_id, incarnation, pupil.events, epoch.number, tensors),
+                    expected_version=before.version if before else 0,
+                    expected_incarnation=incarnation,
+                    samples=[event.sample() for _, event in events],
+                    entry_ids=[entry_id for entry_id, _ in events],
+                )
+            )
+        await self._users.apply(partition, self._consumer, [delivery.entry_id for delivery in deliveries], updates)
+        if fitted.quarantined:
+            await self._users.count_quarantined(partition, len(fitted.quarantined))

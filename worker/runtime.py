@@ -1,0 +1,97 @@
+"""The worker process: one consumer a partition, one meta-trainer, one thread for tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, final
+from uuid import uuid4
+
+import structlog
+import torch
+
+from models.device import choose_device
+from store.connection import check_server, connect
+from store.epochs import EpochStore
+from store.errors import StoreUnavailable
+from store.events import EventStream
+from store.namespaces import Namespaces
+from store.users import UserStore
+from worker.consumer import Consumer
+from worker.meta import MetaTrainer
+from worker.model import NamespaceModel, wait_for_namespace
+from worker.publisher import Publisher
+
+log = structlog.get_logger()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker has to know beside the namespace's own record."""
+
+    namespace: str
+    samples_kept: int
+    dedupe_window_s: int
+    backlog_limit: int
+    candidate_pool: int
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    torch_threads: int = 1
+
+
+def run_worker(redis_url: str, settings: WorkerSettings) -> None:
+    """Work until SIGTERM or SIGINT; the batch at hand is finished first."""
+    torch.set_num_threads(settings.torch_threads)
+    asyncio.run(_run(redis_url, settings))
+
+
+async def _run(redis_url: str, settings: WorkerSettings) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    redis = connect(redis_url)
+    try:
+        await check_server(redis)
+        namespaces = Namespaces(redis)
+        record = await wait_for_namespace(namespaces, settings.namespace, stopping)
+        if record is None:
+            return
+        # Unique to the process: a name used twice would let two processes acknowledge each other's events.
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        streams = EventStream(
+            redis, record.keys, dedupe_window_s=settings.dedupe_window_s, backlog_limit=settings.backlog_limit
+        )
+        users = UserStore(redis, record.keys, record.store_epoch, samples_kept=settings.samples_kept)
+        epochs = EpochStore(redis, record.keys, record.store_epoch)
+        model = NamespaceModel(namespaces, epochs, record, choose_device(settings.device))
+        await model.refresh_epoch()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors") as compute:
+            meta = MetaTrainer(
+                users,
+                epochs,
+                model,
+                compute,
+                stopping,
+                token=name,
+                partitions=record.partitions,
+                candidate_pool=settings.candidate_pool,
+            )
+            publisher = Publisher(streams, users, model, compute, consumer=name, samples_kept=settings.samples_kept)
+            log.info("worker ready", consumer=name, namespace=record.name, partitions=record.partitions)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(meta.run())
+                for partition in range(record.partitions):
+                    consumer = Consumer(partition, name, streams, publisher, stopping, on_applied=meta.wake)
+                    tasks.create_task(consumer.run())
+        try:
+            await streams.release_consumer(name)
+        except StoreUnavailable as error:
+            log.warning("store unavailable", error=str(error))
+        log.info("worker stopped", consumer=name)
+    finally:
+        await redis.aclose()

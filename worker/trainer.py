@@ -1,0 +1,116 @@
+"""From users' samples to fitted learners, many users at once; sends no Redis command, so benchmarks run it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.learner import Learner, State, UserBatch
+from store.codec import Sample
+
+#: Users fitted in one tensor program; more are fitted in turn, which bounds memory.
+USERS_PER_FIT = 256
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pupil:
+    """A user to fit: all samples kept, newest last, and the state before them (None: a new user)."""
+
+    user_id: str
+    events: int
+    samples: Sequence[Sample]
+    previous: dict[str, np.ndarray] | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Fitted states in the order of the pupils, and who had to be put back to the prior."""
+
+    states: list[dict[str, np.ndarray]]
+    quarantined: tuple[str, ...]
+
+
+@final
+class Trainer:
+    """Runs a learner's user adaptation on a device."""
+
+    def __init__(self, learner: Learner, device: torch.device, *, user_weight: float = 1.0) -> None:
+        self.learner = learner
+        self.device = device
+        self._user_weight = user_weight
+
+    def batch(self, pupils: Sequence[Pupil]) -> UserBatch:
+        """Samples side by side, padded to the longest user."""
+        longest = max(len(pupil.samples) for pupil in pupils)
+        inputs = pupils[0].samples[0].features.shape[0]
+        features = np.zeros((len(pupils), longest, inputs), dtype=np.float32)
+        rewards = np.zeros((len(pupils), longest), dtype=np.float64)
+        valid = np.zeros((len(pupils), longest), dtype=np.bool_)
+        for row, pupil in enumerate(pupils):
+            count = len(pupil.samples)
+            features[row, :count] = [sample.features for sample in pupil.samples]
+            rewards[row, :count] = [sample.reward for sample in pupil.samples]
+            valid[row, :count] = True
+        dtype = self.learner.dtype
+        return UserBatch(
+            features=self._tensor(features).to(dtype),
+            rewards=self._tensor(rewards).to(dtype),
+            valid=self._tensor(valid),
+            events=self._tensor(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
+            draw=self._tensor(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
+            weight=torch.full((len(pupils),), self._user_weight, dtype=dtype, device=self.device),
+        )
+
+    def fit(self, shared: State, pupils: Sequence[Pupil]) -> Fitted:
+        """Fit every pupil from the shared state; a learner that turns non-finite is put back to the prior."""
+        newborn = self.learner.newborn(shared)
+        states: list[dict[str, np.ndarray]] = []
+        quarantined: list[str] = []
+        with torch.inference_mode():
+            for start in range(0, len(pupils), USERS_PER_FIT):
+                part = pupils[start : start + USERS_PER_FIT]
+                fitted = self.learner.fit(shared, self.batch(part), self._previous(newborn, part))
+                finite = [tensor.isfinite().reshape(len(part), -1).all(1) for tensor in fitted.values()]
+                sound = torch.stack(finite).all(0)  # [B]
+                quarantined += [pupil.user_id for pupil, ok in zip(part, sound.tolist(), strict=True) if not ok]
+                fitted = {
+                    name: torch.where(_columns(sound, tensor), tensor, newborn[name]) for name, tensor in fitted.items()
+                }
+                states += _rows(fitted, len(part))
+        return Fitted(states, tuple(quarantined))
+
+    def _previous(self, newborn: State, pupils: Sequence[Pupil]) -> State:
+        def stack(name: str, start: Tensor) -> Tensor:
+            rows = [
+                start if pupil.previous is None else self._tensor(pupil.previous[name]).to(start) for pupil in pupils
+            ]
+            return torch.stack(rows)
+
+        return {name: stack(name, start) for name, start in newborn.items()}
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(array)).to(self.device)
+
+
+def _draw(pupil: Pupil) -> int:
+    """A number that belongs to this user at this version, for whatever the learner chooses at random."""
+    digest = blake2b(f"{pupil.user_id}:{pupil.events}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _columns(rows: Tensor, like: Tensor) -> Tensor:
+    """[B] shaped to broadcast against [B, …]."""
+    return rows.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _rows(states: State, count: int) -> list[dict[str, np.ndarray]]:
+    arrays = {name: tensor.cpu().numpy() for name, tensor in states.items()}
+    return [{name: np.asarray(array[row]) for name, array in arrays.items()} for row in range(count)]
