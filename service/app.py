@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import structlog
 from fastapi import FastAPI
@@ -31,11 +31,7 @@ def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = Non
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        try:
-            await engine.start()
-        except Exception as error:
-            app.state.start_failure = error
-            raise
+        await engine.start()
         _log.info("ready", namespace=settings.namespace, version=app.version)
         try:
             yield
@@ -51,7 +47,6 @@ def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = Non
         # A redirect answers before the key and the body are looked at, and loses the body of a POST.
         redirect_slashes=False,
     )
-    app.state.start_failure = None
     attach_edge(app, Edge(settings, engine, metrics))
     for routes in (recommend, feedback, health):
         app.include_router(routes.router)
@@ -61,8 +56,3 @@ def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = Non
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(RequestContext, metrics=metrics)
     return app
-
-
-def start_failure(app: FastAPI) -> Exception | None:
-    """Why the engine did not start; servers tell no more than that the app failed."""
-    return cast(Exception | None, app.state.start_failure)

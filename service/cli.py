@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bench.cli import bench_app
 from service.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def serve(
     configure_logging(settings.log_format, settings.log_level)
     try:
         serve(settings, host, port, with_worker=worker, announce=lambda running: _announce(settings, running))
-    except (ServeError, StoreError) as error:
+    except (ServeError, SettingsError, StoreError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         stderr.print("stopped before it had started")
@@ -180,19 +181,7 @@ def show_settings() -> None:
     stdout.print(table, soft_wrap=False)
 
 
-# -- benchmarks: their commands live in bench/ and are added to this group ------------------------------------------
-
-bench_app = typer.Typer(help="Measure what the README claims, on this machine.", no_args_is_help=True)
-
-
-@bench_app.callback()
-def _bench() -> None:
-    pass
-
-
 app.add_typer(bench_app, name="bench")
-
-# -------------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -13,15 +13,15 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Final, final
 from urllib.parse import urlsplit
 
 import uvicorn
+from fastapi import FastAPI
 
-from service.app import create_app, start_failure
+from service.app import create_app
 from service.metrics import Metrics
 from service.settings import Settings
 from service.supervisor import Supervisor
@@ -32,6 +32,7 @@ from store.embedded import EmbeddedServer
 DRAIN_REQUESTS_S: Final = 10
 #: Connections the system keeps waiting while all are busy.
 ACCEPT_QUEUE: Final = 2048
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 #: -P: a folder named `service` in the current directory must not be taken for ours.
 WORKER_COMMAND: Final = (sys.executable, "-P", "-m", "service.cli", "worker")
 
@@ -69,8 +70,7 @@ def serve(settings: Settings, host: str, port: int, *, with_worker: bool, announ
         try:
             _run(settings, url, listener)
         finally:
-            # Pushed last, so done first: nothing interrupts the stopping of the rest.
-            stack.enter_context(_uninterruptible())
+            _ignore_signals()  # nothing interrupts the stopping of the rest
 
 
 def bind(settings: Settings, host: str, port: int) -> socket.socket:
@@ -115,23 +115,25 @@ def _run(settings: Settings, redis_url: str, listener: socket.socket) -> None:
 
     metrics = Metrics()
     app = create_app(settings, Engine.from_settings(settings, redis_url, metrics), metrics)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=ACCEPT_QUEUE,
-            timeout_graceful_shutdown=DRAIN_REQUESTS_S,
-        )
+    asyncio.run(_serve_requests(app, listener))
+
+
+async def _serve_requests(app: FastAPI, listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        app,
+        # The engine is started here, so that its errors arrive as they are and not as uvicorn's log lines.
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=ACCEPT_QUEUE,
+        timeout_graceful_shutdown=DRAIN_REQUESTS_S,
     )
-    # uvicorn catches the signals while it runs and raises them again when it is done.
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
-    if (failure := start_failure(app)) is not None:
-        raise ServeError(f"the service could not start: {failure}")
+    async with app.router.lifespan_context(app):
+        # uvicorn catches the signals while it runs, and when it is done raises them again for whoever is next.
+        _ignore_signals()
+        await uvicorn.Server(config).serve(sockets=[listener])
 
 
 async def _check_store(url: str) -> None:
@@ -160,21 +162,15 @@ def _why_not_bound(error: OSError, host: str, port: int) -> str:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """SIGTERM ends whatever runs the way Ctrl-C does, with everything that was started stopped."""
-    with _handling(signal.default_int_handler):
-        yield
-
-
-@contextmanager
-def _uninterruptible() -> Iterator[None]:
-    with _handling(lambda number, frame: None):
-        yield
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """Not SIG_IGN, which a child started from now on would inherit."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: None)

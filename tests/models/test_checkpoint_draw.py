@@ -68,9 +68,9 @@ def test_the_served_parameters_are_one_of_the_last_checkpoints(checkpoints: int)
             world.people[name], states[name] = now, state
     assert len(ages) >= min(checkpoints, 3)
     pool, query = pool_of(world, learner, shared, states), query_of(world, learner, states)
-    mask = learner.groups(pool, query, query.arms)
+    others = learner.groups(pool, query, query.arms)
     scores = learner.score(shared, pool, query)
-    assert len(compare(world, Played(learner, shared, states, pool, query, scores, mask), literal)) == 4
+    assert len(compare(world, Played(learner, shared, states, pool, query, scores, others), literal)) == 4
 
 
 def test_the_draw_is_decided_by_its_hash() -> None:

@@ -123,7 +123,7 @@ def query(own: State) -> Query:
         arms=torch.zeros(sum(ARMS), INPUTS, device=CUDA),
         request=torch.tensor([index for index, count in enumerate(ARMS) for _ in range(count)], device=CUDA),
         own=own,
-        own_in_pool=torch.tensor([True, False, True], device=CUDA),
+        own_row=torch.tensor([0, -1, 4], device=CUDA),
         own_events=torch.tensor([1, 0, 4], device=CUDA),
     )
 

@@ -205,7 +205,7 @@ def query_of(world: World, learner: PaperLearner, states: dict[str, State]) -> Q
         arms=torch.cat([arms for _, arms in world.requests]).to(learner.dtype),
         request=torch.arange(len(askers)).repeat_interleave(counts),
         own={key: torch.stack([states[name][key] for name in askers]) for key in states[STRANGER]},
-        own_in_pool=torch.tensor([name in world.pool for name in askers]),
+        own_row=torch.tensor([world.pool.index(name) if name in world.pool else -1 for name in askers]),
         own_events=torch.tensor([world.people[name].events for name in askers]),
     )
 
@@ -220,7 +220,7 @@ class Played:
     pool: State
     query: Query
     scores: Scores
-    mask: Tensor
+    others: Tensor  # bool [N, P]: who else is in an arm's group
 
 
 def play(world: World, dtype: torch.dtype) -> Played:
@@ -231,8 +231,8 @@ def play(world: World, dtype: torch.dtype) -> Played:
     pool = pool_of(world, learner, shared, states)
     query = query_of(world, learner, states)
     scores = learner.score(shared, pool, query)
-    mask = learner.groups(pool, query, learner.inputs(shared, query.arms))
-    return Played(learner, shared, states, pool, query, scores, mask)
+    others = learner.groups(pool, query, learner.inputs(shared, query.arms))
+    return Played(learner, shared, states, pool, query, scores, others)
 
 
 def close(actual: Tensor | float, expected: Tensor | float, tolerance: float) -> None:
@@ -258,7 +258,8 @@ def compare(world: World, played: Played, literal: LiteralMetaBan) -> list[Liter
         for arm in literal.recommend(asker, list(arms), world.pool):
             others = {name: distance for name, distance in arm.distances.items() if name != asker}
             tied = {name for name, distance in others.items() if abs(distance - threshold) <= TIE[dtype]}
-            members = {name for name, inside in zip(world.pool, played.mask[row].tolist(), strict=True) if inside}
+            members = {name for name, inside in zip(world.pool, played.others[row].tolist(), strict=True) if inside}
+            assert asker not in members
             assert members | {asker} | tied == arm.members | tied
             if not tied:
                 assert scores.group_size[row].item() == len(arm.members)
