@@ -83,18 +83,16 @@ class MetaBanLearner(Learner):
 
     def adapt_users(self, start: Tensor, x: Tensor, batch: UserBatch) -> Tensor:
         """Algorithm 3, lines 2-8, of all users at once: J₁ full-batch steps from `start` [p] → θ̂ [B, p]."""
-        samples = sample_counts(batch)  # [B, 1]
-        rate = self.settings.user_rate / (samples if self.settings.rate_schedule == "per-event" else 1.0)
+        share, samples = sample_shares(batch)
+        rate = self.settings.user_rate * (1.0 if self.settings.rate_schedule == "per-event" else samples)
         theta = start.expand(x.shape[0], -1)
         for _ in range(self.settings.user_steps):
-            theta = theta - rate * self.clipped_gradient(theta, x, batch, samples)
+            theta = theta - rate * self.mean_gradient(theta, x, batch, share)
         return theta
 
-    def clipped_gradient(self, theta: Tensor, x: Tensor, batch: UserBatch, samples: Tensor) -> Tensor:
-        """∇½Σ(f − r)² of each user [B, p], its norm at most clip_norm a sample."""
-        gradient = loss_gradient(self.shape, theta, x, batch.rewards, batch.valid.to(theta.dtype))
-        norm = gradient.square().sum(-1, keepdim=True).sqrt()  # [B, 1]
-        return gradient * (self.settings.clip_norm * samples / norm.clamp_min(1e-30)).clamp_max(1.0)
+    def mean_gradient(self, theta: Tensor, x: Tensor, batch: UserBatch, share: Tensor) -> Tensor:
+        """∇½Σ(f − r)² of each user divided by their samples [B, p], its norm at most clip_norm."""
+        return torch.renorm(loss_gradient(self.shape, theta, x, batch.rewards, share), 2, 0, self.settings.clip_norm)
 
     def groups(self, pool: State, query: Query, x: Tensor) -> Tensor:
         """Eq. 4 for every arm of a query, x [N, d]: who else belongs to the asking user's group, bool [N, P].
@@ -149,7 +147,8 @@ class PaperLearner(MetaBanLearner):
     def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
         x = self.inputs(shared, batch.features)
         latest = self.adapt_users(shared["theta0"], x, batch)  # [B, p] θ̂
-        loss = self.clipped_gradient(latest, x, batch, sample_counts(batch))
+        share, samples = sample_shares(batch)
+        loss = samples * self.mean_gradient(latest, x, batch, share)
         state = {
             "theta": latest,
             "gradient": batch.weight.unsqueeze(-1) * loss + self.penalty(latest),
@@ -200,6 +199,8 @@ class PaperLearner(MetaBanLearner):
         return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])
 
 
-def sample_counts(batch: UserBatch) -> Tensor:
-    """Samples of each user, at least 1: [B, 1]."""
-    return batch.valid.sum(-1, keepdim=True).clamp_min(1).to(batch.features.dtype)
+def sample_shares(batch: UserBatch) -> tuple[Tensor, Tensor]:
+    """What each sample weighs in its user's mean, [B, S], and the users' samples, at least 1, [B, 1]."""
+    valid = batch.valid.to(batch.features.dtype)
+    samples = valid.sum(-1, keepdim=True).clamp_min(1)
+    return valid / samples, samples

@@ -118,23 +118,21 @@ class Replica:
 
     async def _follow(self, partition: int, cursor: str) -> None:
         place = f"partition {partition}"
+        behind = False
         while True:
             try:
-                if place in self._failing or await self._lost(partition, cursor):
+                if place in self._failing or (behind and await self._users.gap(partition, cursor)):
                     head = await self._users.log_head(partition)
                     await self._resync(partition)
                     cursor = head
                 self._failing.discard(place)
                 entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
+                behind = len(entries) == TAIL_ENTRIES
                 if entries:
                     await self._absorb(partition, entries)
                     cursor = entries[-1].cursor
             except StoreError as error:
                 await self._pause(place, error)
-
-    async def _lost(self, partition: int, cursor: str) -> bool:
-        """Whether lines of the log after `cursor` were trimmed before we read them."""
-        return await self._users.gap(partition, cursor)
 
     async def _follow_epochs(self, cursor: str) -> None:
         while True:

@@ -19,6 +19,7 @@ from typing import Final, final
 from urllib.parse import urlsplit
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from service.app import create_app
@@ -115,7 +116,7 @@ def _run(settings: Settings, redis_url: str, listener: socket.socket) -> None:
 
     metrics = Metrics()
     app = create_app(settings, Engine.from_settings(settings, redis_url, metrics), metrics)
-    asyncio.run(_serve_requests(app, listener))
+    uvloop.run(_serve_requests(app, listener))
 
 
 async def _serve_requests(app: FastAPI, listener: socket.socket) -> None:

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from store.codec import Sample, decode_tensors, encode_tensors
 from store.connection import (
     Argument,
+    Command,
     as_bytes,
     as_int,
     as_text,
@@ -140,25 +141,25 @@ class UserStore:
     async def load(self, user_ids: Iterable[str]) -> dict[str, UserState]:
         """The states of these users; users never learned are absent."""
         ids = list(dict.fromkeys(user_ids))
-        replies = await pipeline(
-            self._redis,
-            [("HMGET", self._keys.user(user), "incarnation", "version", "epoch", "state") for user in ids],
-        )
-        return {
-            user: UserState.decode(user, *reply)
-            for user, reply in zip(ids, replies, strict=True)
-            if any(field is not None for field in reply)
-        }
+        return _decode_states(ids, await pipeline(self._redis, map(self._state_command, ids)))
 
     async def load_samples(self, user_ids: Iterable[str]) -> dict[str, list[Sample]]:
         """The samples kept of these users, oldest first; users without any are absent."""
         ids = list(dict.fromkeys(user_ids))
-        replies = await pipeline(self._redis, [("LRANGE", self._keys.samples(user), 0, -1) for user in ids])
-        return {
-            user: [Sample.decode(as_bytes(blob)) for blob in reply]
-            for user, reply in zip(ids, replies, strict=True)
-            if reply
-        }
+        return _decode_samples(ids, await pipeline(self._redis, map(self._samples_command, ids)))
+
+    async def load_learners(self, user_ids: Iterable[str]) -> tuple[dict[str, UserState], dict[str, list[Sample]]]:
+        """`load` and `load_samples` in one round trip: what an update of these users starts from."""
+        ids = list(dict.fromkeys(user_ids))
+        replies = await pipeline(self._redis, [*map(self._state_command, ids), *map(self._samples_command, ids)])
+        states, samples = replies[: len(ids)], replies[len(ids) :]
+        return _decode_states(ids, states), _decode_samples(ids, samples)
+
+    def _state_command(self, user_id: str) -> Command:
+        return ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch", "state")
+
+    def _samples_command(self, user_id: str) -> Command:
+        return ("LRANGE", self._keys.samples(user_id), 0, -1)
 
     async def apply(
         self, partition: int, consumer: str, entry_ids: Sequence[str], updates: Sequence[UserUpdate]
@@ -306,6 +307,22 @@ class UserStore:
         key = self._keys.update_log(partition)
         rows = parse_entries(await command(self._redis, name, key, start, end, "COUNT", 1))
         return rows[0][0] if rows else BEFORE_ALL
+
+
+def _decode_states(ids: Sequence[str], replies: Sequence[Any]) -> dict[str, UserState]:
+    return {
+        user: UserState.decode(user, *reply)
+        for user, reply in zip(ids, replies, strict=True)
+        if any(field is not None for field in reply)
+    }
+
+
+def _decode_samples(ids: Sequence[str], replies: Sequence[Any]) -> dict[str, list[Sample]]:
+    return {
+        user: [Sample.decode(as_bytes(blob)) for blob in reply]
+        for user, reply in zip(ids, replies, strict=True)
+        if reply
+    }
 
 
 def _order(entry_id: str) -> tuple[int, int]:

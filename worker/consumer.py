@@ -42,7 +42,7 @@ class Consumer:
         publisher: Publisher,
         stopping: asyncio.Event,
         *,
-        on_applied: Callable[[], None],
+        on_applied: Callable[[int, int], None],
     ) -> None:
         self._partition = partition
         self._name = name
@@ -81,8 +81,9 @@ class Consumer:
 
     async def _learn(self, deliveries: list[Delivery]) -> None:
         try:
-            if await self._publisher.publish(self._partition, deliveries):
-                self._on_applied()
+            applied = await self._publisher.publish(self._partition, deliveries)
+            if applied is not None:
+                self._on_applied(self._partition, applied)
         except (StoreUnavailable, StoreReset):
             raise
         except Exception:

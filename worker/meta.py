@@ -56,11 +56,15 @@ class MetaTrainer:
         self._token = token
         self._partitions = partitions
         self._candidate_pool = candidate_pool
+        self._applied: dict[int, int] = {}
         self._woken = asyncio.Event()
 
-    def wake(self) -> None:
-        """Look now: events were applied."""
-        self._woken.set()
+    def count(self, partition: int, applied: int) -> None:
+        """Take note of the events applied in a partition, and look now if they make an epoch due."""
+        self._applied[partition] = applied
+        trainer = self._model.trainer
+        if trainer is not None and trainer.learner.epoch_due(self._model.epoch.events, sum(self._applied.values())):
+            self._woken.set()
 
     async def run(self) -> None:
         """Publish epochs until asked to stop."""
@@ -83,7 +87,8 @@ class MetaTrainer:
             return
         await self._model.refresh_epoch()
         current = self._model.epoch
-        total = sum((await self._users.applied()).values())
+        self._applied = await self._users.applied()
+        total = sum(self._applied.values())
         if self._model.epoch_published and not await self._due(trainer, current, total):
             return
         if not await self._epochs.acquire_lease(self._token, LEASE_MS):

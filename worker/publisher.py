@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from typing import final
 
 import structlog
@@ -12,6 +10,7 @@ import structlog
 from store.errors import FenceLost, StoreReset
 from store.events import Delivery, EventStream, RewardEvent
 from store.users import UserState, UserStore, UserUpdate
+from worker.desk import FittingDesk
 from worker.model import NamespaceModel
 from worker.trainer import Pupil, Trainer
 
@@ -30,7 +29,7 @@ class Publisher:
         streams: EventStream,
         users: UserStore,
         model: NamespaceModel,
-        compute: Executor,
+        desk: FittingDesk,
         *,
         consumer: str,
         samples_kept: int,
@@ -38,31 +37,37 @@ class Publisher:
         self._streams = streams
         self._users = users
         self._model = model
-        self._compute = compute
+        self._desk = desk
         self._consumer = consumer
         self._samples_kept = samples_kept
 
-    async def publish(self, partition: int, deliveries: Sequence[Delivery]) -> int:
-        """Apply deliveries of one partition, burying those that no learner could take; how many were applied.
+    async def publish(self, partition: int, deliveries: Sequence[Delivery]) -> int | None:
+        """Apply deliveries of one partition, burying those that no learner could take.
 
-        What another consumer has claimed meanwhile is left to it.
+        Returns the events ever applied in the partition, None when nothing was: what another consumer has claimed
+        meanwhile is left to it.
         """
         learnable = [delivery for delivery in deliveries if await self._check(delivery)]
         trainer = self._model.trainer
         if not learnable or trainer is None:
-            return 0
+            return None
         for _ in range(FENCE_RETRIES):
             try:
-                await self._apply(partition, learnable, trainer)
-                return len(learnable)
+                return await self._apply(partition, learnable, trainer)
             except FenceLost as fence:
                 if fence.reason == "store-epoch":
                     raise StoreReset(f"partition {partition} belongs to another store now") from fence
                 if fence.reason == "not-pending":
                     if len(learnable) == 1:
-                        return 0
-                    return sum([await self.publish(partition, [delivery]) for delivery in learnable])
+                        return None
+                    return await self._publish_one_by_one(partition, learnable)
         raise FenceLost("version", f"users of partition {partition} keep moving")
+
+    async def _publish_one_by_one(self, partition: int, deliveries: Sequence[Delivery]) -> int | None:
+        applied = None
+        for delivery in deliveries:
+            applied = await self.publish(partition, [delivery]) or applied
+        return applied
 
     async def _check(self, delivery: Delivery) -> bool:
         """Whether a delivery can be learned; what cannot ever be is buried with the reason."""
@@ -87,13 +92,12 @@ class Publisher:
         except FenceLost:
             log.info("event claimed elsewhere", partition=delivery.partition, entry=delivery.entry_id)
 
-    async def _apply(self, partition: int, deliveries: Sequence[Delivery], trainer: Trainer) -> None:
+    async def _apply(self, partition: int, deliveries: Sequence[Delivery], trainer: Trainer) -> int:
         by_user: dict[str, list[tuple[str, RewardEvent]]] = {}
         for delivery in deliveries:
             if delivery.event is not None:
                 by_user.setdefault(delivery.event.user_id, []).append((delivery.entry_id, delivery.event))
-        states = await self._users.load(by_user)
-        samples = await self._users.load_samples(by_user)
+        states, samples = await self._users.load_learners(by_user)
         pupils = []
         for user_id, events in by_user.items():
             state = states.get(user_id)
@@ -101,8 +105,7 @@ class Publisher:
             version = (state.version if state else 0) + len(events)
             pupils.append(Pupil(user_id, version, kept, state.tensors if state else None))
         epoch = self._model.epoch
-        loop = asyncio.get_running_loop()
-        fitted = await loop.run_in_executor(self._compute, trainer.fit, epoch.tensors, pupils)
+        fitted = await self._desk.fit(trainer, epoch, pupils)
         for user_id in fitted.quarantined:
             log.warning("learner quarantined", user=user_id, reason="not finite; put back to the prior")
         updates = []
@@ -119,6 +122,8 @@ class Publisher:
                     entry_ids=[entry_id for entry_id, _ in events],
                 )
             )
-        await self._users.apply(partition, self._consumer, [delivery.entry_id for delivery in deliveries], updates)
+        entry_ids = [delivery.entry_id for delivery in deliveries]
+        applied = await self._users.apply(partition, self._consumer, entry_ids, updates)
         if fitted.quarantined:
             await self._users.count_quarantined(partition, len(fitted.quarantined))
+        return applied

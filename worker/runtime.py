@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import structlog
 import torch
+import uvloop
 
 from models.device import choose_device
 from store.connection import check_server, connect
@@ -22,6 +23,7 @@ from store.events import EventStream
 from store.namespaces import Namespaces
 from store.users import UserStore
 from worker.consumer import Consumer
+from worker.desk import FittingDesk
 from worker.meta import MetaTrainer
 from worker.model import NamespaceModel, wait_for_namespace
 from worker.publisher import Publisher
@@ -46,7 +48,7 @@ class WorkerSettings:
 def run_worker(redis_url: str, settings: WorkerSettings) -> None:
     """Work until SIGTERM or SIGINT; the batch at hand is finished first."""
     torch.set_num_threads(settings.torch_threads)
-    asyncio.run(_run(redis_url, settings))
+    uvloop.run(_run(redis_url, settings))
 
 
 async def _run(redis_url: str, settings: WorkerSettings) -> None:
@@ -81,12 +83,13 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
                 partitions=record.partitions,
                 candidate_pool=settings.candidate_pool,
             )
-            publisher = Publisher(streams, users, model, compute, consumer=name, samples_kept=settings.samples_kept)
+            desk = FittingDesk(compute)
+            publisher = Publisher(streams, users, model, desk, consumer=name, samples_kept=settings.samples_kept)
             log.info("worker ready", consumer=name, namespace=record.name, partitions=record.partitions)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(meta.run())
                 for partition in range(record.partitions):
-                    consumer = Consumer(partition, name, streams, publisher, stopping, on_applied=meta.wake)
+                    consumer = Consumer(partition, name, streams, publisher, stopping, on_applied=meta.count)
                     tasks.create_task(consumer.run())
         try:
             await streams.release_consumer(name)

@@ -37,6 +37,11 @@ class Fitted:
     states: list[dict[str, np.ndarray]]
     quarantined: tuple[str, ...]
 
+    def part(self, start: int, end: int, pupils: Sequence[Pupil]) -> Fitted:
+        """The share of some pupils, who stand from `start` to `end` in the batch."""
+        users = {pupil.user_id for pupil in pupils}
+        return Fitted(self.states[start:end], tuple(user for user in self.quarantined if user in users))
+
 
 @final
 class Trainer:

@@ -148,9 +148,10 @@ def test_requests_side_by_side_are_answered_as_if_alone() -> None:
 
 
 def test_scoring_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = small_world(users=5, arms=7, asker=OUTSIDER)
+    world = small_world(users=5, arms=4, asker=OUTSIDER)
+    world.requests += [("u3", world.requests[0][1] + 1), (STRANGER, world.requests[0][1] - 1)]
     whole = play(world, torch.float64).scores
-    monkeypatch.setattr(models.metaban, "ADAPTED_NUMBERS_MAX", 3 * 24)  # Three networks of 24 parameters.
+    monkeypatch.setattr(models.metaban, "ADAPTED_NUMBERS_MAX", 5 * 24)  # Five networks of 24 parameters.
     parts = play(world, torch.float64).scores
     close(parts.mean, whole.mean, 1e-12)
     close(parts.bonus, whole.bonus, 1e-12)
@@ -236,5 +237,6 @@ def test_a_loss_gradient_is_cut_to_the_clip_norm_of_a_sample(limit: float) -> No
     fitted = tight.fit(shared, batch, newborn)
     bounds = limit * torch.tensor([float(past.rewards.shape[0]) for past in people], dtype=torch.float64)
     expected = step * (bounds / step.norm(dim=1)).clamp_max(1.0).unsqueeze(1)
-    close((shared["theta0"] - fitted["theta"]) / 0.1, expected, 1e-9)
-    assert (fitted["gradient"].norm(dim=1) <= bounds * (1 + 1e-9)).all()
+    # torch.renorm keeps clear of a division by zero with 1e-7 added to the norm.
+    close((shared["theta0"] - fitted["theta"]) / 0.1, expected, 1e-6)
+    assert (fitted["gradient"].norm(dim=1) <= bounds * (1 + 1e-6)).all()
