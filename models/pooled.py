@@ -56,7 +56,7 @@ class PooledLearner(MetaBanLearner):
         kept = counts.clamp_max(keep)
         # The newest samples, moved to the front: users' samples are padded behind, and differ in number.
         place = torch.arange(keep, device=counts.device)  # [keep]
-        index = ((counts - kept).unsqueeze(-1) + place).clamp_max(batch.valid.shape[1] - 1)  # [B, keep]
+        index = ((counts - kept).unsqueeze(-1) + place).clamp_max(max(0, batch.valid.shape[1] - 1))  # [B, keep]
         real = (place < kept.unsqueeze(-1)).to(self.dtype)  # [B, keep]
         features = batch.features.gather(1, index.unsqueeze(-1).expand(-1, -1, self.shape.inputs))
         return {

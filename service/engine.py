@@ -36,7 +36,7 @@ from store.connection import check_server, connect
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
 from store.errors import StoreError
-from store.events import EventStream, RewardEvent
+from store.events import Enqueued, EventStream, RewardEvent
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
 
@@ -158,12 +158,23 @@ class Engine:
                 events.append(outcome)
         stored = await self._events.enqueue(events) if events else []
         applied: bool | None = None
-        if wait_applied and self._serving is not None:
-            replica, limit = self._serving.replica, self._settings.wait_applied_timeout_s
-            waits = [replica.wait_applied(entry.partition, entry.entry_id, limit) for entry in stored]
+        if wait_applied:
+            waits = [self._wait(event, entry) for event, entry in zip(events, stored, strict=True)]
             applied = all(await asyncio.gather(*waits))
         accepted = sum(entry.status == "accepted" for entry in stored)
         return FeedbackOutcome(accepted, len(stored) - accepted, tuple(rejected), applied)
+
+    async def _wait(self, event: RewardEvent, entry: Enqueued) -> bool:
+        """Whether a stored event is served within the time limit."""
+        if self._serving is None:
+            return False
+        replica = self._serving.replica
+        known = entry.status == "accepted" or replica.saw(entry.partition, entry.entry_id)
+        if not known and not await self._events.exists(entry.partition, entry.entry_id):
+            # Finished before this process was told of it, perhaps before it was started.
+            await replica.refresh(event.user_id)
+            return not await self._events.buried(entry.partition, entry.entry_id)
+        return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
 
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from contextvars import Context
 from typing import final
 
 import structlog
@@ -61,6 +62,9 @@ class Replica:
         self._seen: OrderedDict[tuple[int, str], None] = OrderedDict()
         self._waiters: dict[tuple[int, str], asyncio.Future[None]] = {}
         self._deferred: dict[str, list[tuple[int, str]]] = {}
+        self._loading = asyncio.Lock()
+        self._news: dict[int, list[UpdateEntry]] = {}
+        self._cursors: dict[int, str] = {}
         self._adopting = asyncio.Lock()
         self._epoch_changed = asyncio.Condition()
 
@@ -76,8 +80,10 @@ class Replica:
         await self._adopt_current()
         for partition in range(self._partitions):
             await self._resync(partition)
-        self._tasks = [asyncio.create_task(self._follow_epochs(epoch_cursor))]
-        self._tasks += [asyncio.create_task(self._follow(partition, cursor)) for partition, cursor in cursors.items()]
+        self._cursors = cursors
+        followers = [self._follow_epochs(epoch_cursor), *map(self._follow, cursors)]
+        # A context of their own: started by a first request, they would carry its id in all their log lines.
+        self._tasks = [asyncio.create_task(follower, context=Context()) for follower in followers]
 
     async def stop(self) -> None:
         """Stop following; what is loaded stays served."""
@@ -88,7 +94,15 @@ class Replica:
     async def ensure(self, user: str) -> None:
         """Have a user's state at hand if they have one, wherever they are."""
         if user not in self._model:
-            await self._put((await self._users.load([user])).values())
+            await self.refresh(user)
+
+    async def refresh(self, user: str) -> None:
+        """Serve the newest state of a user now."""
+        await self._put((await self._users.load([user])).values())
+
+    def saw(self, partition: int, entry_id: str) -> bool:
+        """Whether an event's application came by in the log lately."""
+        return (partition, entry_id) in self._seen
 
     async def wait_applied(self, partition: int, entry_id: str, timeout_s: float) -> bool:
         """Whether an event is in the served parameters, and every epoch it made due, within the time given."""
@@ -116,21 +130,22 @@ class Replica:
     def _epoch_due(self) -> bool:
         return self._model.learner.epoch_due(self._model.epoch_events, sum(self._applied.values()))
 
-    async def _follow(self, partition: int, cursor: str) -> None:
+    async def _follow(self, partition: int) -> None:
         place = f"partition {partition}"
         behind = False
         while True:
             try:
-                if place in self._failing or (behind and await self._users.gap(partition, cursor)):
+                if (behind or place in self._failing) and await self._users.gap(partition, self._cursors[partition]):
                     head = await self._users.log_head(partition)
                     await self._resync(partition)
-                    cursor = head
+                    self._cursors[partition] = head
                 self._failing.discard(place)
+                cursor = self._cursors[partition]
                 entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
                 behind = len(entries) == TAIL_ENTRIES
                 if entries:
-                    await self._absorb(partition, entries)
-                    cursor = entries[-1].cursor
+                    self._news[partition] = entries
+                    await self._absorb_news()
             except StoreError as error:
                 await self._pause(place, error)
 
@@ -154,18 +169,30 @@ class Replica:
         self._failing.add(place)
         await asyncio.sleep(UNAVAILABLE_PAUSE_S)
 
-    async def _absorb(self, partition: int, entries: list[UpdateEntry]) -> None:
-        """Load the users of some log lines and tell those who wait for them."""
-        wanted = [user for user in dict.fromkeys(entry.user_id for entry in entries) if self._model.wants(user)]
-        early = await self._load(wanted)
-        self._applied[partition] = max(self._applied.get(partition, 0), entries[-1].applied)
-        for entry in entries:
-            applied = [(partition, entry_id) for entry_id in entry.entry_ids]
-            if entry.user_id in early:
-                self._deferred.setdefault(entry.user_id, []).extend(applied)
-            else:
-                self._settle(applied)
-        self._metrics.freshness_seconds.observe(max(0.0, time.time() - int(entries[0].cursor.split("-")[0]) / 1_000))
+    async def _absorb_news(self) -> None:
+        """Load the users that the logs name and tell those who wait for them.
+
+        Partitions that find a load under way wait for it and then take all that has come in meanwhile in one go. The
+        place in a log moves on only when its lines are absorbed: lines of a load that failed are read again.
+        """
+        async with self._loading:
+            news, self._news = self._news, {}
+            await self._absorb(news)
+
+    async def _absorb(self, news: dict[int, list[UpdateEntry]]) -> None:
+        users = dict.fromkeys(entry.user_id for entries in news.values() for entry in entries)
+        early = await self._load(user for user in users if self._model.wants(user))
+        now = time.time()
+        for partition, entries in news.items():
+            self._cursors[partition] = entries[-1].cursor
+            self._applied[partition] = max(self._applied.get(partition, 0), entries[-1].applied)
+            for entry in entries:
+                applied = [(partition, entry_id) for entry_id in entry.entry_ids]
+                if entry.user_id in early:
+                    self._deferred.setdefault(entry.user_id, []).extend(applied)
+                else:
+                    self._settle(applied)
+                self._metrics.freshness_seconds.observe(max(0.0, now - int(entry.cursor.split("-")[0]) / 1_000))
         self._metrics.users_resident.set(len(self._model))
         async with self._epoch_changed:
             self._epoch_changed.notify_all()

@@ -40,6 +40,8 @@ INT64_MAX: Final = 2**63 - 1
 RETRY_AFTER_S: Final = 2.0
 #: Fields of a foreign entry that its dead letter keeps.
 DEAD_LETTER_FIELDS: Final = 1_000
+#: Dead letters looked at in one go.
+DEAD_LETTERS_READ: Final = 256
 
 
 @final
@@ -282,6 +284,18 @@ class EventStream:
         """Whether an event is still in its stream: neither applied nor buried."""
         key = self._keys.events(partition)
         return bool(await command(self._redis, "XRANGE", key, entry_id, entry_id, "COUNT", 1))
+
+    async def buried(self, partition: int, entry_id: str) -> bool:
+        """Whether an event was given up on; looks through the dead letters that came after it."""
+        start = entry_id
+        while True:
+            key = self._keys.dead_letters(partition)
+            rows = parse_entries(await command(self._redis, "XRANGE", key, start, "+", "COUNT", DEAD_LETTERS_READ))
+            if any(fields.get(b"dead_entry") == entry_id.encode() for _, fields in rows):
+                return True
+            if len(rows) < DEAD_LETTERS_READ:
+                return False
+            start = f"({rows[-1][0]}"
 
 
 async def create_groups(redis: Redis, keys: NamespaceKeys, partitions: Iterable[int]) -> None:

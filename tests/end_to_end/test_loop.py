@@ -115,9 +115,8 @@ def test_the_loop_learns_and_survives_a_restart_of_everything(deployment: Deploy
     assert rate > random_rate + margin, f"earned {rate:.3f}, random earns {random_rate:.3f} ± {margin:.3f}"
 
 
-@pytest.mark.parametrize("preset", ["paper", "pooled"])
-def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str) -> None:
-    rounds = 500
+@pytest.mark.parametrize(("preset", "rounds"), [("paper", 500), ("pooled", 150)])
+def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, rounds: int) -> None:
     with (
         Deployment(tmp_path, {"METABAN_PRESET": preset}) as service,
         httpx.Client(base_url=service.url, timeout=30) as client,
