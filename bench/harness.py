@@ -25,10 +25,11 @@ from worker.trainer import USERS_PER_FIT, Pupil, Trainer
 @final
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision: the arm's place, the learner's input for it, and how it came about."""
+    """A decision: the arm's place, the learner's input for it and notes on it, and how it came about."""
 
     arm: int
     inputs: NDArray[np.float32]
+    phi: NDArray[np.float32]
     propensity: float
     score: float
     user_events: int
@@ -70,11 +71,11 @@ class LocalLoop:
         slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, generator)
         arm = slate.chosen[0]
         score = float(scores.mean[arm] + scores.bonus[arm])
-        return Choice(arm, inputs[arm], slate.propensities[0], score, scores.user_events)
+        return Choice(arm, inputs[arm], scores.phi[arm], slate.propensities[0], score, scores.user_events)
 
     def learn(self, user_id: str, choice: Choice, reward: float) -> None:
         """Apply one event, and the epoch it makes due."""
-        sample = Sample(choice.inputs, reward, choice.propensity, self._served.epoch_number, 0, "")
+        sample = Sample(choice.inputs, reward, choice.propensity, self._served.epoch_number, 0, "", choice.phi)
         kept = self._samples.setdefault(user_id, [])
         kept.append(sample)
         del kept[: -self._samples_kept]

@@ -29,6 +29,7 @@ class UserBatch:
     events: Tensor  # [B] int64: events ever applied, at least the samples kept
     draw: Tensor  # [B] int64 ≥ 0: a stable hash for whatever a learner chooses at random
     weight: Tensor  # [B] w_u of Eq. 5: how much this user teaches others
+    phi: Tensor  # [B, S, q]: what `score` noted of the samples when they were chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Scores:
     mean: Tensor  # [N]
     bonus: Tensor  # [N]
     group_size: Tensor  # [N] int64, the asking user included
+    phi: Tensor  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
 
 
 class Learner(ABC):
@@ -64,6 +66,8 @@ class Learner(ABC):
     dtype: torch.dtype
     #: d, the length of a raw input.
     inputs_expected: int
+    #: q, how many numbers `score` notes of an arm.
+    noted: int = 0
 
     @abstractmethod
     def initial_shared(self) -> State:

@@ -182,7 +182,7 @@ class PaperLearner(MetaBanLearner):
         distance = torch.cat([part[1] for part in parts])
         bound = self.user_bound(query)[query.request]  # [N]
         bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
-        return Scores(mean, bonus, others.sum(-1) + 1)
+        return Scores(mean, bonus, others.sum(-1) + 1, x.new_empty((x.shape[0], self.noted)))
 
     def score_arms(
         self, shared: State, pool: State, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor

@@ -93,6 +93,7 @@ class PooledLearner(MetaBanLearner):
             mean,
             self.settings.alpha * factor_distance(factors, zeros),
             (members.sum(-1) + 1)[query.request],
+            x.new_empty((x.shape[0], self.noted)),
         )
 
     def adapt_meta(self, shared: State, pool: State, query: Query, members: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 
@@ -43,6 +44,7 @@ class MetaBanSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name in (
             "width", "user_steps", "meta_steps", "checkpoints", "recent_samples", "step_samples", "epoch_events"
         ):  # fmt: skip
@@ -58,10 +60,25 @@ class MetaBanSettings:
         if not 0 < self.delta < 1:
             raise ValueError("delta must lie between 0 and 1")
 
+    def _check_kinds(self) -> None:
+        """Settings also come from JSON, where anything can stand."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in CHOICES:
+                if value not in CHOICES[field.name]:
+                    raise ValueError(f"{field.name} must be one of {', '.join(CHOICES[field.name])}")
+            elif field.type == "bool":
+                if not isinstance(value, bool):
+                    raise ValueError(f"{field.name} must be true or false")
+            elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else int | float):
+                raise ValueError(f"{field.name} must be a {'whole ' if field.type == 'int' else ''}number")
+            elif not math.isfinite(value):
+                raise ValueError(f"{field.name} must be finite")
+
     @classmethod
     def named(cls, preset: Literal["paper", "pooled"], **overrides: Any) -> Self:
         """A preset with some settings replaced."""
-        return replace(cls(preset, **PRESETS[preset]), **overrides)
+        return cls.from_json({"preset": preset, **PRESETS[preset], **overrides})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a namespace's record."""
@@ -80,6 +97,13 @@ class MetaBanSettings:
         names = ("preset", "width", "depth", "draw", "checkpoints", "recent_samples", "standardize", "seed")
         return {name: getattr(self, name) for name in names}
 
+
+#: What settings that are words may say.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "preset": ("paper", "pooled"),
+    "rate_schedule": ("constant", "per-event"),
+    "draw": ("latest", "uniform"),
+}
 
 #: What each preset changes. `pooled` follows the authors' public code: Θ is trained on the pooled samples of the group.
 PRESETS: dict[str, dict[str, Any]] = {

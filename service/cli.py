@@ -28,7 +28,7 @@ EPILOG: Final = """
 
   METABAN_DATA_DIR=/srv/metaban metaban serve     the same, with the state elsewhere
 
-  REDIS_URL=redis://10.0.0.5 metaban serve        with a Redis 7 or Valkey of your own
+  REDIS_URL=redis://localhost metaban serve       with a Redis 7 or Valkey of your own
 
   metaban doctor                                  what is missing on this machine, and what to do
 

@@ -134,6 +134,7 @@ class Engine:
                 for place, (arm, propensity) in enumerate(zip(slate.chosen, slate.propensities, strict=True))
             ),
             features=inputs[list(slate.chosen)],
+            phi=scores.phi[list(slate.chosen)],
             policy=self._policy.name,
             epoch=scores.epoch,
             user_version=scores.user_events,
@@ -260,7 +261,16 @@ def learner_settings(settings: Settings) -> MetaBanSettings:
     """The preset with what the environment overrides."""
     names = ("alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1")
     overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    return MetaBanSettings.named(settings.preset, standardize=settings.standardize, seed=settings.seed, **overrides)
+    own = {"preset": settings.preset, "standardize": settings.standardize, "seed": settings.seed}
+    taken = [name for name in settings.learner if name in overrides or name in own]
+    if taken:
+        raise SettingsError(
+            f"METABAN_LEARNER: {', '.join(taken)} has a variable of its own, METABAN_{taken[0].upper()}"
+        )
+    try:
+        return MetaBanSettings.named(settings.preset, **overrides, **settings.learner)
+    except ValueError as error:
+        raise SettingsError(f"METABAN_LEARNER: {error}") from error
 
 
 def _event(command: RewardCommand, decision: Decision | None, index: int) -> RewardEvent | Rejection:
@@ -286,6 +296,7 @@ def _event(command: RewardCommand, decision: Decision | None, index: int) -> Rew
         epoch=decision.epoch,
         decided_ms=decision.created_ms,
         received_ms=_now_ms(),
+        phi=decision.phi[arms[arm_id]],
     )
 
 

@@ -31,11 +31,12 @@ class ScoreRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class ArmScores:
-    """One request's arms judged: mean, bonus and group size of each, and the asking user's events."""
+    """One request's arms judged, what the learner noted of each [k, q], and the asking user's events."""
 
     mean: NDArray[np.float64]
     bonus: NDArray[np.float64]
     group_size: NDArray[np.int64]
+    phi: NDArray[np.float32]
     user_events: int
     epoch: int
 
@@ -145,10 +146,10 @@ class ServedModel:
         with torch.inference_mode():
             scores = self.learner.score(self._shared, self._pool.view(), query)
         mean, bonus = scores.mean.cpu().double().numpy(), scores.bonus.cpu().double().numpy()
-        sizes = scores.group_size.cpu().numpy()
+        sizes, phi = scores.group_size.cpu().numpy(), scores.phi.cpu().float().numpy()
         ends = np.cumsum(counts)
         return [
-            ArmScores(mean[start:end], bonus[start:end], sizes[start:end], events, self.epoch_number)
+            ArmScores(mean[start:end], bonus[start:end], sizes[start:end], phi[start:end], events, self.epoch_number)
             for start, end, (_, events) in zip([0, *ends[:-1]], ends, own, strict=True)
         ]
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator
+from pydantic import AliasChoices, Field, JsonValue, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 #: A SHA-256 digest as `metaban key` prints it.
@@ -75,6 +75,10 @@ class Settings(BaseSettings):
     meta_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of the adaptation, η₂.")
     l1: float | None = Field(default=None, ge=0, le=1e3, description="Weight of the L1 term, λ.")
     standardize: bool = Field(default=True, description="Standardise inputs by their running moments.")
+    learner: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description='More settings of the learner as a JSON object, such as {"beta2": 2, "draw": "uniform"}.',
+    )
     candidate_pool: int = Field(
         default=2048, ge=1, le=1_000_000, description="Users that a request compares with, at most."
     )

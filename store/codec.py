@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -38,11 +38,16 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "BOOL": np.dtype("?"),
 }
 SAMPLE_FORMAT: Final = 1
-#: format, length of the arm id in bytes, number of features, reward, propensity, epoch, received_ms
-SAMPLE_HEADER: Final = struct.Struct("<BHIddqq")
+#: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch, received_ms
+SAMPLE_HEADER: Final = struct.Struct("<BHIIddqq")
 FLOAT32: Final = np.dtype("<f4")
 #: The library leaves its reader untyped: name, then dtype, shape and data of each tensor.
 _deserialize = cast(Callable[[bytes], list[tuple[str, dict[str, Any]]]], deserialize)
+
+
+def nothing_noted() -> np.ndarray:
+    """φ of a learner that notes nothing when it decides."""
+    return np.empty(0, dtype=FLOAT32)
 
 
 def encode_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -98,33 +103,37 @@ class Sample:
     epoch: int
     received_ms: int
     arm_id: str
+    #: φ, float32 [q]: what the learner noted of the arm when it decided; made later, it would know the reward.
+    phi: np.ndarray = field(default_factory=nothing_noted)
 
     def encode(self) -> bytes:
         arm = self.arm_id.encode()
         features = np.ascontiguousarray(self.features, dtype=FLOAT32)
-        if features.ndim != 1:
-            raise ValueError(f"features must be a vector, not of shape {features.shape}")
+        phi = np.ascontiguousarray(self.phi, dtype=FLOAT32)
+        if features.ndim != 1 or phi.ndim != 1:
+            raise ValueError(f"features and φ must be vectors, not of shapes {features.shape} and {phi.shape}")
         header = SAMPLE_HEADER.pack(
             SAMPLE_FORMAT,
             len(arm),
             features.size,
+            phi.size,
             self.reward,
             self.propensity,
             self.epoch,
             self.received_ms,
         )
-        return header + arm + features.tobytes()
+        return header + arm + features.tobytes() + phi.tobytes()
 
     @staticmethod
     def decode(blob: bytes) -> Sample:
         try:
-            form, arm_bytes, d, reward, propensity, epoch, received_ms = SAMPLE_HEADER.unpack_from(blob)
+            form, arm_bytes, d, q, reward, propensity, epoch, received_ms = SAMPLE_HEADER.unpack_from(blob)
         except struct.error as error:
             raise CorruptRecord("a sample is cut short") from error
         if form != SAMPLE_FORMAT:
             raise CorruptRecord(f"a sample has the unknown format {form}")
         start = SAMPLE_HEADER.size + arm_bytes
-        if len(blob) != start + d * FLOAT32.itemsize:
+        if len(blob) != start + (d + q) * FLOAT32.itemsize:
             raise CorruptRecord("a sample has the wrong length")
         if not (math.isfinite(reward) and math.isfinite(propensity)):
             raise CorruptRecord("a sample is not finite")
@@ -132,8 +141,8 @@ class Sample:
             arm_id = blob[SAMPLE_HEADER.size : start].decode()
         except UnicodeDecodeError as error:
             raise CorruptRecord("the arm id of a sample is not text") from error
-        features = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
-        return Sample(features, reward, propensity, epoch, received_ms, arm_id)
+        numbers = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
+        return Sample(numbers[:d], reward, propensity, epoch, received_ms, arm_id, numbers[d:])
 
 
 def encode_sample(sample: Sample) -> bytes:

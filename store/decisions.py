@@ -51,6 +51,7 @@ class Decision:
     fingerprint: str  # hex digest of the request body
     items: tuple[DecidedItem, ...]
     features: np.ndarray  # float32 [k, d]: one row an item
+    phi: np.ndarray  # float32 [k, q]: what the learner noted of each item when it decided
     policy: str
     epoch: int
     user_version: int
@@ -58,9 +59,13 @@ class Decision:
     created_ms: int
 
     def encode(self) -> bytes:
-        features = np.asarray(self.features, dtype=FLOAT32)
-        if features.ndim != 2 or len(features) != len(self.items):
-            raise ValueError(f"{len(self.items)} items need as many rows, not features of shape {features.shape}")
+        tensors = {
+            "features": np.asarray(self.features, dtype=FLOAT32),
+            "phi": np.asarray(self.phi, dtype=FLOAT32),
+        }
+        for name, tensor in tensors.items():
+            if tensor.ndim != 2 or len(tensor) != len(self.items):
+                raise ValueError(f"{len(self.items)} items need as many rows, not {name} of shape {tensor.shape}")
         fields = {
             "decision_id": self.decision_id,
             "user_id": self.user_id,
@@ -72,7 +77,7 @@ class Decision:
             "cold_start": self.cold_start,
             "created_ms": self.created_ms,
         }
-        return encode_tensors({"features": features}, {"decision": json.dumps(fields, allow_nan=False)})
+        return encode_tensors(tensors, {"decision": json.dumps(fields, allow_nan=False)})
 
     @staticmethod
     def decode(blob: bytes) -> Decision:
@@ -86,6 +91,7 @@ class Decision:
                 fingerprint=_text(fields["fingerprint"]),
                 items=tuple(DecidedItem.decode(item) for item in fields["items"]),
                 features=tensors["features"],
+                phi=tensors["phi"],
                 policy=_text(fields["policy"]),
                 epoch=as_int(fields["epoch"]),
                 user_version=as_int(fields["user_version"]),
@@ -94,9 +100,9 @@ class Decision:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptRecord(f"not a decision: {error!r}") from error
-        features = decision.features
-        if features.dtype != FLOAT32 or features.ndim != 2 or len(features) != len(decision.items):
-            raise CorruptRecord("the features of a decision do not match its items")
+        for tensor in (decision.features, decision.phi):
+            if tensor.dtype != FLOAT32 or tensor.ndim != 2 or len(tensor) != len(decision.items):
+                raise CorruptRecord("the features of a decision do not match its items")
         return decision
 
 

@@ -7,16 +7,15 @@ which would drop unread events: a full backlog is refused instead.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, final
 
 import numpy as np
 from redis.asyncio import Redis
 
-from store.codec import FLOAT32, Sample
+from store.codec import FLOAT32, Sample, nothing_noted
 from store.connection import (
     as_int,
     as_text,
@@ -59,6 +58,7 @@ class RewardEvent:
     epoch: int  # of the model that decided
     decided_ms: int
     received_ms: int
+    phi: np.ndarray = field(default_factory=nothing_noted)  # float32 [q]: noted by the learner at decision time
 
     def encode(self) -> dict[bytes, bytes]:
         """The fields of a stream entry."""
@@ -69,6 +69,7 @@ class RewardEvent:
             b"u": self.user_id.encode(),
             b"a": self.arm_id.encode(),
             b"x": np.ascontiguousarray(self.features, dtype=FLOAT32).tobytes(),
+            b"h": np.ascontiguousarray(self.phi, dtype=FLOAT32).tobytes(),
             b"r": repr(float(self.reward)).encode(),
             b"p": repr(float(self.propensity)).encode(),
             b"m": str(int(self.epoch)).encode(),
@@ -93,19 +94,20 @@ class RewardEvent:
                 epoch=int(fields[b"m"]),
                 decided_ms=int(fields[b"t0"]),
                 received_ms=int(fields[b"t1"]),
+                phi=np.frombuffer(fields[b"h"], dtype=FLOAT32).copy(),
             )
         except (KeyError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             raise CorruptRecord(f"not a reward event: {error!r}") from error
         if not all(abs(number) <= INT64_MAX for number in (event.epoch, event.decided_ms, event.received_ms)):
             raise CorruptRecord("a number of a reward event is out of range")
-        numbers = (event.reward, event.propensity)
-        if not (all(map(math.isfinite, numbers)) and np.isfinite(event.features).all()):
+        numbers = np.concatenate([[event.reward, event.propensity], event.features, event.phi])
+        if not np.isfinite(numbers).all():
             raise CorruptRecord("a reward event is not finite")
         return event
 
     def sample(self) -> Sample:
         """What the log of the user keeps."""
-        return Sample(self.features, self.reward, self.propensity, self.epoch, self.received_ms, self.arm_id)
+        return Sample(self.features, self.reward, self.propensity, self.epoch, self.received_ms, self.arm_id, self.phi)
 
 
 @final

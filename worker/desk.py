@@ -44,24 +44,31 @@ class FittingDesk:
         return await answer
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._waiting:
             batch = self._next_batch()
-            pupils = [pupil for errand in batch for pupil in errand.pupils]
-            first = batch[0]
             try:
-                fitted = await loop.run_in_executor(self._compute, first.trainer.fit, first.epoch.tensors, pupils)
+                await self._fit(batch)
             except Exception as error:
-                for errand in batch:
-                    if not errand.answer.done():
-                        errand.answer.set_exception(error)
-                continue
-            start = 0
-            for errand in batch:
-                end = start + len(errand.pupils)
-                if not errand.answer.done():
-                    errand.answer.set_result(fitted.part(start, end, errand.pupils))
-                start = end
+                if len(batch) == 1:
+                    _refuse(batch[0], error)
+                    continue
+                for errand in batch:  # one of them cannot be fitted, and the others are not to suffer for it
+                    try:
+                        await self._fit([errand])
+                    except Exception as own_error:
+                        _refuse(errand, own_error)
+
+    async def _fit(self, batch: Sequence[Errand]) -> None:
+        first = batch[0]
+        pupils = [pupil for errand in batch for pupil in errand.pupils]
+        loop = asyncio.get_running_loop()
+        fitted = await loop.run_in_executor(self._compute, first.trainer.fit, first.epoch.tensors, pupils)
+        start = 0
+        for errand in batch:
+            end = start + len(errand.pupils)
+            if not errand.answer.done():
+                errand.answer.set_result(fitted.part(start, end, errand.pupils))
+            start = end
 
     def _next_batch(self) -> list[Errand]:
         """Errands of one epoch, in the order they came, up to the limit."""
@@ -74,3 +81,8 @@ class FittingDesk:
                 break
             batch.append(self._waiting.pop(0))
         return batch
+
+
+def _refuse(errand: Errand, error: Exception) -> None:
+    if not errand.answer.done():
+        errand.answer.set_exception(error)

@@ -53,15 +53,18 @@ class Trainer:
         self._user_weight = user_weight
 
     def batch(self, pupils: Sequence[Pupil]) -> UserBatch:
-        """Samples side by side, padded to the longest user."""
-        longest = max(len(pupil.samples) for pupil in pupils)
-        inputs = pupils[0].samples[0].features.shape[0]
-        features = np.zeros((len(pupils), longest, inputs), dtype=np.float32)
+        """Samples side by side, padded to the longest user; there is a column even when nobody has any."""
+        longest = max((len(pupil.samples) for pupil in pupils), default=0) or 1
+        features = np.zeros((len(pupils), longest, self.learner.inputs_expected), dtype=np.float32)
+        phi = np.zeros((len(pupils), longest, self.learner.noted), dtype=np.float32)
         rewards = np.zeros((len(pupils), longest), dtype=np.float64)
         valid = np.zeros((len(pupils), longest), dtype=np.bool_)
         for row, pupil in enumerate(pupils):
             count = len(pupil.samples)
+            if not count:
+                continue
             features[row, :count] = [sample.features for sample in pupil.samples]
+            phi[row, :count] = [sample.phi for sample in pupil.samples]
             rewards[row, :count] = [sample.reward for sample in pupil.samples]
             valid[row, :count] = True
         dtype = self.learner.dtype
@@ -71,6 +74,7 @@ class Trainer:
             valid=self._tensor(valid),
             events=self._tensor(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
             draw=self._tensor(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
+            phi=self._tensor(phi).to(dtype),
             weight=torch.full((len(pupils),), self._user_weight, dtype=dtype, device=self.device),
         )
 

@@ -101,6 +101,7 @@ def batch(users: int, samples: int) -> UserBatch:
         events=torch.ones(users, dtype=torch.int64, device=CUDA),
         draw=torch.zeros(users, dtype=torch.int64, device=CUDA),
         weight=torch.ones(users, device=CUDA),
+        phi=torch.zeros(users, samples, 0, device=CUDA),
     )
 
 

@@ -161,6 +161,7 @@ def batch_of(people: list[Person], dtype: torch.dtype, *, draw: list[int] | None
         events=torch.tensor([past.events for past in people]),
         draw=torch.tensor(draw or [0] * len(people)),
         weight=torch.tensor([past.weight for past in people], dtype=dtype),
+        phi=features.new_zeros((*features.shape[:2], 0)),
     )
 
 

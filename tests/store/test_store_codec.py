@@ -36,7 +36,9 @@ RECORDS = [
     (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm").encode(), decode_sample),
     (Epoch(1, 2, {"mu": np.ones(4)}, ("ann",), 5).encode(), Epoch.decode),
     (
-        Decision("d", "u", "ff", (ITEM,), np.ones((1, 3), np.float32), "ucb", 1, 2, "new", 4).encode(),
+        Decision(
+            "d", "u", "ff", (ITEM,), np.ones((1, 3), np.float32), np.ones((1, 0), np.float32), "ucb", 1, 2, "new", 4
+        ).encode(),
         Decision.decode,
     ),
 ]

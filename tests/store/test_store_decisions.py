@@ -19,16 +19,19 @@ from store.keys import NamespaceKeys
 def make_decision(decision_id: str = "d1", fingerprint: str = "00ff") -> Decision:
     items = tuple(DecidedItem(f"arm {n}", n + 1, 0.1 * n, 0.3, 0.2, 1 / 3, 4) for n in range(2))
     features = np.arange(6, dtype=np.float32).reshape(2, 3)
-    return Decision(decision_id, "ann", fingerprint, items, features, "ucb-floor", 3, 8, None, 1_234)
+    return Decision(
+        decision_id, "ann", fingerprint, items, features, features[:, :1] + 0.5, "ucb-floor", 3, 8, None, 1_234
+    )
 
 
 def same(one: Decision | None, two: Decision) -> bool:
     """Compared by value: the header of a record has no fixed order, so equal decisions may differ in bytes."""
-    names = [name for name in Decision.__slots__ if name != "features"]
+    names = [name for name in Decision.__slots__ if name not in ("features", "phi")]
     return (
         one is not None
         and all(getattr(one, name) == getattr(two, name) for name in names)
         and np.array_equal(one.features, two.features)
+        and np.array_equal(one.phi, two.phi)
     )
 
 
@@ -74,14 +77,21 @@ def test_rows_must_match_items():
 def test_corrupt_decisions():
     good = make_decision()
     fields = json.loads(
-        json.dumps({name: getattr(good, name) for name in Decision.__slots__ if name not in ("items", "features")})
+        json.dumps(
+            {name: getattr(good, name) for name in Decision.__slots__ if name not in ("items", "features", "phi")}
+        )
     )
     fields["items"] = []
-    matrix = {"features": np.zeros((0, 3), dtype=np.float32)}
+    matrix = {"features": np.zeros((0, 3), dtype=np.float32), "phi": np.zeros((0, 1), dtype=np.float32)}
     assert Decision.decode(encode_tensors(matrix, {"decision": json.dumps(fields)})).items == ()
     for change in ({"user_id": 3}, {"epoch": "x"}, {"epoch": float("inf")}, {"items": [{}]}, {"items": 3}):
         with pytest.raises(CorruptRecord):
             Decision.decode(encode_tensors(matrix, {"decision": json.dumps({**fields, **change})}))
-    for tensors in ({}, {"features": np.zeros((1, 3), np.float32)}, {"features": np.zeros((0, 3))}):
+    wrong = [
+        {"features": np.zeros((1, 3), np.float32)},
+        {"features": np.zeros((0, 3))},
+        {"phi": np.zeros(3, np.float32)},
+    ]
+    for tensors in ({}, *({**matrix, **part} for part in wrong)):
         with pytest.raises(CorruptRecord):
             Decision.decode(encode_tensors(tensors, {"decision": json.dumps(fields)}))

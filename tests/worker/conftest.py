@@ -1,0 +1,46 @@
+"""A worker's parts on a real Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from store.connection import connect
+from tests.worker.workshop import Workshop
+
+OpenWorkshop = Callable[..., Awaitable[Workshop]]
+
+
+@pytest.fixture
+def compute() -> Iterator[Executor]:
+    """One thread for tensors, as in a worker."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        yield executor
+
+
+@pytest.fixture
+async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Redis]:
+    """A client as the worker makes it, of an empty store."""
+    client = connect(valkey_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def open_workshop(client: Redis, compute: Executor) -> OpenWorkshop:
+    """Makes the namespace, with the settings a test needs."""
+
+    async def make(**changes: Any) -> Workshop:
+        return await Workshop.open(client, compute, **changes)
+
+    return make
+
+
+@pytest.fixture
+async def shop(open_workshop: OpenWorkshop) -> Workshop:
+    """One partition, small learners."""
+    return await open_workshop()

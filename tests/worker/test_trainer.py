@@ -1,0 +1,170 @@
+"""Fits of many users at once are the fits of each, and a user that breaks is put back without touching the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.presets import build_learner
+from models.settings import MetaBanSettings
+from tests.worker.workshop import CPU, INPUTS, make_sample, small
+from worker import trainer as trainer_module
+from worker.epochs import choose_teachers, derive_shared
+from worker.trainer import Fitted, Pupil, Trainer
+
+#: Finite as a stored event may be, yet no float32.
+ABSURD_REWARD = 1e300
+
+
+def make_trainer(settings: MetaBanSettings | None = None) -> Trainer:
+    return Trainer(build_learner(settings or small(), INPUTS), CPU)
+
+
+def pupil(name: str, samples: int, *, first: int = 0, reward: float | None = None) -> Pupil:
+    return Pupil(name, samples, [make_sample(first + number, reward=reward) for number in range(samples)], None)
+
+
+def people() -> list[Pupil]:
+    """Users with pasts of different lengths."""
+    return [pupil(f"user {place}", length, first=10 * place) for place, length in enumerate((1, 7, 3, 2, 12))]
+
+
+def standardized(trainer: Trainer) -> dict[str, torch.Tensor]:
+    shared = trainer.learner.initial_shared()
+    return {**shared, "mean": torch.full((INPUTS,), 0.3), "scale": torch.full((INPUTS,), 0.7)}
+
+
+def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [small(), small(draw="uniform", checkpoints=3), small(preset="pooled", recent_samples=4), small(depth=3)],
+    ids=["paper", "uniform", "pooled", "deep"],
+)
+class TestTogetherOrAlone:
+    def test_a_batch_equals_one_by_one(self, settings: MetaBanSettings) -> None:
+        trainer = make_trainer(settings)
+        shared = standardized(trainer)
+        together = trainer.fit(shared, people())
+        assert together.quarantined == ()
+        for fitted, alone in zip(together.states, people(), strict=True):
+            assert_close(fitted, trainer.fit(shared, [alone]).states[0])
+
+    def test_padding_teaches_nothing(self, settings: MetaBanSettings) -> None:
+        trainer = make_trainer(settings)
+        shared = standardized(trainer)
+        short = pupil("short", 2)
+        beside_a_long_one = trainer.fit(shared, [pupil("long", 40, first=50), short]).states[1]
+        assert_close(beside_a_long_one, trainer.fit(shared, [short]).states[0])
+
+    def test_states_go_on_from_the_previous_ones(self, settings: MetaBanSettings) -> None:
+        trainer = make_trainer(settings)
+        shared = standardized(trainer)
+        first = trainer.fit(shared, people()).states
+        later = [
+            Pupil(before.user_id, before.events + 1, [*before.samples, make_sample(99)], state)
+            for before, state in zip(people(), first, strict=True)
+        ]
+        for fitted, alone in zip(trainer.fit(shared, later).states, later, strict=True):
+            assert_close(fitted, trainer.fit(shared, [alone]).states[0])
+
+    def test_states_have_the_fields_of_the_learner(self, settings: MetaBanSettings) -> None:
+        trainer = make_trainer(settings)
+        for state in trainer.fit(standardized(trainer), people()).states:
+            assert {name: array.shape for name, array in state.items()} == trainer.learner.fields
+
+    def test_users_without_samples_may_stand_beside_others(self, settings: MetaBanSettings) -> None:
+        trainer = make_trainer(settings)
+        shared = standardized(trainer)
+        nobody, somebody = pupil("nobody", 0), pupil("somebody", 3)
+        fitted = trainer.fit(shared, [nobody, somebody]).states
+        assert_close(fitted[1], trainer.fit(shared, [somebody]).states[0])
+        newborn = trainer.learner.newborn(shared)
+        # Without samples there is no gradient to follow.
+        np.testing.assert_allclose(fitted[0]["theta"], newborn["theta"].numpy(), atol=1e-6)
+        assert_close(trainer.fit(shared, [nobody]).states[0], fitted[0])
+
+
+def test_nobody_is_fitted_to_nothing() -> None:
+    trainer = make_trainer()
+    assert trainer.fit(trainer.learner.initial_shared(), []) == Fitted([], ())
+
+
+def test_more_users_than_one_program_takes_are_fitted_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer()
+    shared = standardized(trainer)
+    whole = trainer.fit(shared, people())
+    monkeypatch.setattr(trainer_module, "USERS_PER_FIT", 2)
+    for one, other in zip(trainer.fit(shared, people()).states, whole.states, strict=True):
+        assert_close(one, other)
+
+
+class TestQuarantine:
+    def test_a_learner_that_is_not_finite_is_put_back_to_the_prior(self) -> None:
+        trainer = make_trainer()
+        shared = standardized(trainer)
+        fitted = trainer.fit(shared, [pupil("broken", 3, reward=ABSURD_REWARD)])
+        assert fitted.quarantined == ("broken",)
+        newborn = trainer.learner.newborn(shared)
+        for name, array in fitted.states[0].items():
+            np.testing.assert_array_equal(array, newborn[name].numpy(), err_msg=name)
+
+    def test_the_others_do_not_notice(self) -> None:
+        """Bit for bit: in a batch of the same shape, what a neighbour's numbers are has no effect."""
+        trainer = make_trainer()
+        shared = standardized(trainer)
+        others = people()
+        sound = trainer.fit(shared, [*others[:2], pupil("x", 4), *others[2:]])
+        broken = trainer.fit(shared, [*others[:2], pupil("x", 4, reward=ABSURD_REWARD), *others[2:]])
+        assert sound.quarantined == ()
+        assert broken.quarantined == ("x",)
+        for place in (0, 1, 3, 4, 5):
+            for name, array in sound.states[place].items():
+                np.testing.assert_array_equal(array, broken.states[place][name], err_msg=name)
+
+    def test_a_user_can_come_back(self) -> None:
+        trainer = make_trainer()
+        shared = standardized(trainer)
+        broken = trainer.fit(shared, [pupil("x", 2, reward=ABSURD_REWARD)]).states[0]
+        sound = pupil("x", 3, first=7)
+        again = trainer.fit(shared, [Pupil("x", 5, sound.samples, broken)])
+        assert again.quarantined == ()
+        assert_close(again.states[0], trainer.fit(shared, [sound]).states[0])
+
+    def test_a_part_of_the_answer_names_its_own(self) -> None:
+        trainer = make_trainer()
+        pupils = [pupil("a", 1), pupil("b", 1, reward=ABSURD_REWARD), pupil("c", 1, reward=ABSURD_REWARD)]
+        fitted = trainer.fit(standardized(trainer), pupils)
+        assert fitted.part(0, 2, pupils[:2]).quarantined == ("b",)
+        assert fitted.part(2, 3, pupils[2:]).quarantined == ("c",)
+        assert fitted.part(2, 3, pupils[2:]).states == fitted.states[2:]
+
+
+class TestDerivation:
+    def test_moments_are_those_of_all_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("worker.epochs.USERS_PER_BATCH", 2)
+        trainer = make_trainer()
+        teachers = [*people(), pupil("nobody", 0)]
+        derived = derive_shared(trainer, trainer.learner.initial_shared(), teachers, 0, 25)
+        rows = np.array([sample.features for teacher in teachers for sample in teacher.samples], dtype=np.float64)
+        np.testing.assert_allclose(derived["mean"].numpy(), rows.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(derived["scale"].numpy(), rows.std(0), rtol=1e-6)
+
+    def test_nobody_teaches_nothing(self) -> None:
+        trainer = make_trainer()
+        shared = trainer.learner.initial_shared()
+        derived = derive_shared(trainer, shared, [pupil("nobody", 0)], 0, 25)
+        assert all(torch.equal(derived[name], tensor) for name, tensor in shared.items())
+
+    def test_teachers_do_not_depend_on_the_order_they_are_listed_in(self) -> None:
+        names = [f"user {number}" for number in range(50)]
+        chosen = choose_teachers(names, 10)
+        assert len(chosen) == 10
+        assert choose_teachers(names[::-1], 10) == chosen
+        # A newcomer displaces one at most.
+        assert len(set(choose_teachers([*names, "newcomer"], 10)) & set(chosen)) >= 9
