@@ -139,7 +139,7 @@ class Replica:
                     head = await self._users.log_head(partition)
                     await self._resync(partition)
                     self._cursors[partition] = head
-                self._failing.discard(place)
+                self._recovered(place)
                 cursor = self._cursors[partition]
                 entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
                 behind = len(entries) == TAIL_ENTRIES
@@ -154,7 +154,7 @@ class Replica:
             try:
                 if "epochs" in self._failing:
                     await self._adopt_current()
-                self._failing.discard("epochs")
+                self._recovered("epochs")
                 published = await self._epochs.tail(cursor, TAIL_BLOCK_MS)
                 if published:
                     await self._adopt_current()
@@ -163,11 +163,17 @@ class Replica:
                 await self._pause("epochs", error)
 
     async def _pause(self, place: str, error: StoreError) -> None:
-        if place not in self._failing:
+        if not self._failing:
             report = log.warning if isinstance(error, StoreUnavailable) else log.error
             report("replica fell behind", following=place, error=str(error))
         self._failing.add(place)
         await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+
+    def _recovered(self, place: str) -> None:
+        if place in self._failing:
+            self._failing.remove(place)
+            if not self._failing:
+                log.info("replica follows again")
 
     async def _absorb_news(self) -> None:
         """Load the users that the logs name and tell those who wait for them.

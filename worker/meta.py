@@ -25,7 +25,8 @@ from worker.trainer import Pupil, Trainer
 
 #: Longest time between two looks at whether an epoch is due; applied events wake the trainer at once.
 TICK_S = 1.0
-LEASE_MS = 10_000
+#: Short, since a killed trainer's lease has to run out before another can take over.
+LEASE_MS = 3_000
 #: Users loaded, fitted and written in one go during a refit.
 REFIT_USERS = 256
 
@@ -93,13 +94,24 @@ class MetaTrainer:
             return
         if not await self._epochs.acquire_lease(self._token, LEASE_MS):
             return
+        heartbeat = asyncio.create_task(self._keep_lease())
         try:
             if self._model.epoch_published:
                 await self._advance(trainer, current, total)
             else:
                 await self._publish(Epoch(0, 0, _arrays(current), (), _now_ms()))
         finally:
+            heartbeat.cancel()
             await self._epochs.release_lease(self._token)
+
+    async def _keep_lease(self) -> None:
+        """Renew the lease while a derivation takes its time; a lost one is noticed where it matters, at publication."""
+        while True:
+            await asyncio.sleep(LEASE_MS / 3_000)
+            try:
+                await self._epochs.renew_lease(self._token, LEASE_MS)
+            except StoreUnavailable as error:
+                log.warning("store unavailable", error=str(error))
 
     async def _due(self, trainer: Trainer, current: SharedEpoch, total: int) -> bool:
         if trainer.learner.epoch_due(current.events, total):

@@ -44,7 +44,8 @@ class NamespaceModel:
         self._trainer: Trainer | None = None
         self._epoch: SharedEpoch | None = None
         self._adopted: int | None = None
-        self._adopt(record)
+        self._refreshing = asyncio.Lock()
+        self._adopt(record, None)
 
     @property
     def trainer(self) -> Trainer | None:
@@ -64,29 +65,35 @@ class NamespaceModel:
         return self._epoch
 
     async def refresh_record(self) -> None:
-        """Take over a changed record."""
+        """Take over a changed record, together with the epoch that holds: fits go on while it is read."""
+        record = await self._load_record()
+        if record.revision == self._record.revision:
+            return
+        async with self._refreshing:
+            self._adopt(await self._load_record(), await self._epochs.current())
+
+    async def _load_record(self) -> NamespaceRecord:
         record = await self._namespaces.load(self._record.name)
         if record is None or record.store_epoch != self._record.store_epoch:
             raise StoreReset(f"namespace {self._record.name} vanished or belongs to another store")
-        if record.revision != self._record.revision:
-            self._adopt(record)
-            await self.refresh_epoch()
+        return record
 
     async def refresh_epoch(self) -> None:
         """Take over the newest published epoch."""
         if self._trainer is None or await self._epochs.current_number() in (None, self._adopted):
             return
-        published = await self._epochs.current()
-        if published is not None:
-            self._epoch = self.on_device(published)
-            self._adopted = published.number
+        async with self._refreshing:  # two answers may arrive in either order
+            published = await self._epochs.current()
+            if published is not None and published.number != self._adopted:
+                self._epoch = self.on_device(published)
+                self._adopted = published.number
 
     def on_device(self, epoch: Epoch) -> SharedEpoch:
         """A published epoch as tensors."""
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in epoch.tensors.items()}
         return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors)
 
-    def _adopt(self, record: NamespaceRecord) -> None:
+    def _adopt(self, record: NamespaceRecord, published: Epoch | None) -> None:
         self._record = record
         if record.layout is None:
             self._trainer = None
@@ -94,9 +101,13 @@ class NamespaceModel:
         settings = MetaBanSettings.from_json(record.learner)
         learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
         self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight)
-        initial = {name: tensor.to(self._device) for name, tensor in learner.initial_shared().items()}
-        self._epoch = SharedEpoch(0, 0, (), initial)
-        self._adopted = None
+        if published is None:
+            initial = {name: tensor.to(self._device) for name, tensor in learner.initial_shared().items()}
+            self._epoch = SharedEpoch(0, 0, (), initial)
+            self._adopted = None
+        else:
+            self._epoch = self.on_device(published)
+            self._adopted = published.number
 
 
 async def wait_for_namespace(namespaces: Namespaces, name: str, stopping: asyncio.Event) -> NamespaceRecord | None:

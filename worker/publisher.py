@@ -11,7 +11,7 @@ from store.errors import FenceLost, StoreReset
 from store.events import Delivery, EventStream, RewardEvent
 from store.users import UserState, UserStore, UserUpdate
 from worker.desk import FittingDesk
-from worker.model import NamespaceModel
+from worker.model import NamespaceModel, SharedEpoch
 from worker.trainer import Pupil, Trainer
 
 #: Times a batch is computed anew because a user moved meanwhile.
@@ -126,4 +126,27 @@ class Publisher:
         applied = await self._users.apply(partition, self._consumer, entry_ids, updates)
         if fitted.quarantined:
             await self._users.count_quarantined(partition, len(fitted.quarantined))
+        await self._catch_up(partition, epoch, pupils, [update.state for update in updates])
         return applied
+
+    async def _catch_up(
+        self, partition: int, epoch: SharedEpoch, pupils: Sequence[Pupil], states: Sequence[UserState]
+    ) -> None:
+        """Fit users again whom a new epoch has overtaken.
+
+        Looked at after the apply: whoever publishes an epoch fits those again who were applied before, so an event is
+        seen by one of the two, however they race.
+        """
+        while True:
+            await self._model.refresh_epoch()
+            trainer, newest = self._model.trainer, self._model.epoch
+            if trainer is None or not trainer.learner.refit_due(epoch.events, newest.events):
+                return
+            void = [Pupil(pupil.user_id, pupil.events, pupil.samples, None) for pupil in pupils]
+            fitted = await self._desk.fit(trainer, newest, void)
+            again = [
+                UserState(state.user_id, state.incarnation, state.version, newest.number, tensors)
+                for state, tensors in zip(states, fitted.states, strict=True)
+            ]
+            await self._users.rebase(partition, again)
+            epoch = newest

@@ -1,0 +1,124 @@
+"""What a process knows of its namespace: never a half of a change, never an older epoch after a newer one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.settings import MetaBanSettings
+from store.epochs import Epoch
+from store.errors import StoreReset
+from store.namespaces import Namespaces
+from tests.worker.conftest import OpenWorkshop
+from tests.worker.workshop import INPUTS, Workshop, layout, small
+from worker.model import wait_for_namespace
+
+
+async def publish(shop: Workshop, number: int) -> None:
+    """An epoch whose mean is its number."""
+    trainer = shop.new_model().trainer
+    assert trainer is not None
+    tensors = {name: tensor.numpy() for name, tensor in trainer.learner.initial_shared().items()}
+    tensors["mean"] = np.full(INPUTS, number, dtype=np.float32)
+    assert await shop.epochs.acquire_lease("m", 60_000)
+    assert await shop.epochs.publish(Epoch(number, number, tensors, (), 0), lease_token="m")
+
+
+async def test_before_any_epoch_the_settings_are_the_epoch(shop: Workshop) -> None:
+    await shop.model.refresh_epoch()
+    assert shop.model.epoch.number == 0
+    assert not shop.model.epoch_published
+    await publish(shop, 0)
+    await shop.model.refresh_epoch()
+    assert shop.model.epoch_published
+
+
+async def test_the_layout_of_a_later_moment(open_workshop: OpenWorkshop) -> None:
+    shop = await open_workshop(fixed=False)
+    await shop.model.refresh_record()
+    assert shop.model.trainer is None
+    with pytest.raises(RuntimeError, match="layout"):
+        _ = shop.model.epoch
+    await shop.namespaces.set_layout(shop.record, layout().to_json())
+    await shop.model.refresh_record()
+    assert shop.model.trainer is not None
+    assert shop.model.trainer.learner.inputs_expected == INPUTS
+
+
+async def test_changed_settings_are_taken_over_with_the_epoch_that_holds(shop: Workshop) -> None:
+    """While the new record is being read, fits go on: they must not fall back to the epoch of the settings."""
+    for number in range(3):
+        await publish(shop, number)
+    await shop.model.refresh_epoch()
+    await shop.namespaces.replace_learner(shop.record, small(user_rate=0.123).to_json())
+    seen: set[int] = set()
+
+    async def watch() -> None:
+        while True:
+            seen.add(shop.model.epoch.number)
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    await shop.model.refresh_record()
+    await asyncio.sleep(0)
+    watching.cancel()
+    assert seen == {2}
+    assert shop.model.epoch_published
+    assert float(shop.model.epoch.tensors["mean"][0]) == 2
+    trainer = shop.model.trainer
+    assert trainer is not None
+    settings: MetaBanSettings = trainer.learner.settings  # type: ignore[attr-defined]
+    assert settings.user_rate == 0.123
+
+
+async def test_an_epoch_that_arrives_late_does_not_replace_a_newer_one(shop: Workshop) -> None:
+    await publish(shop, 0)
+    current = shop.epochs.current
+    first, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow_once() -> Epoch | None:
+        found = await current()
+        if not first.is_set():
+            first.set()
+            await answer.wait()
+        return found
+
+    shop.epochs.current = slow_once  # type: ignore[method-assign]
+    late = asyncio.create_task(shop.model.refresh_epoch())
+    await first.wait()
+    await publish(shop, 1)
+    newer = asyncio.create_task(shop.model.refresh_epoch())
+    await asyncio.sleep(0.05)
+    answer.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(late, newer)
+    assert shop.model.epoch.number == 1
+
+
+async def test_a_record_that_vanished(shop: Workshop) -> None:
+    await shop.redis.delete(shop.keys.record)
+    with pytest.raises(StoreReset):
+        await shop.model.refresh_record()
+
+
+class TestWaitingForTheService:
+    async def test_a_worker_may_come_first(self, open_workshop: OpenWorkshop, client: Any) -> None:
+        stopping = asyncio.Event()
+        waiting = asyncio.create_task(wait_for_namespace(Namespaces(client), "shop", stopping))
+        await asyncio.sleep(0.01)
+        shop = await open_workshop(fixed=False)
+        async with asyncio.timeout(5):
+            record = await waiting
+        assert record is not None
+        assert record.store_epoch == shop.record.store_epoch
+
+    async def test_and_may_be_told_to_go(self, client: Any) -> None:
+        stopping = asyncio.Event()
+        waiting = asyncio.create_task(wait_for_namespace(Namespaces(client), "shop", stopping))
+        await asyncio.sleep(0.01)
+        stopping.set()
+        async with asyncio.timeout(5):
+            assert await waiting is None
