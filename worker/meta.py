@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from store.epochs import Epoch, EpochStore
-from store.errors import StoreUnavailable
+from store.errors import StoreReset, StoreUnavailable
 from store.users import UserState, UserStore
 from worker.epochs import choose_teachers, derive_shared
 from worker.model import NamespaceModel, SharedEpoch
@@ -75,6 +75,11 @@ class MetaTrainer:
                 await self._tick()
             except StoreUnavailable as error:
                 log.warning("store unavailable", error=str(error))
+            except StoreReset:
+                raise
+            except Exception:
+                # Users go on learning under the epoch there is; the consumers would end with this task.
+                log.exception("no epoch derived", epoch=self._model.epoch.number)
             try:
                 async with asyncio.timeout(TICK_S):
                     await self._woken.wait()
@@ -121,13 +126,17 @@ class MetaTrainer:
 
     async def _advance(self, trainer: Trainer, current: SharedEpoch, total: int) -> None:
         """Derive the next epoch, refit users where it changes their inputs, publish."""
-        user_ids = [user for partition in range(self._partitions) for user in await self._users.versions(partition)]
+        user_ids = await self._user_ids()
         members = choose_teachers(user_ids, self._candidate_pool) if len(user_ids) > self._candidate_pool else []
         teachers = await self._pupils(dict.fromkeys(choose_teachers(user_ids), 0))
         loop = asyncio.get_running_loop()
         tensors = await loop.run_in_executor(
             self._compute, derive_shared, trainer, current.tensors, teachers, current.events, total
         )
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            # Everyone starts from it and the next one is derived from it: there would be no way back.
+            log.error("derived epoch is not finite; the one before is kept", number=current.number + 1)
+            tensors = current.tensors
         derived = SharedEpoch(current.number + 1, total, tuple(members), tensors)
         refit = trainer.learner.refit_due(current.events, total)
         if refit and not await self._refit(trainer, derived, user_ids):
@@ -135,7 +144,10 @@ class MetaTrainer:
         if await self._publish(Epoch(derived.number, total, _arrays(derived), derived.members, _now_ms())) and refit:
             await self._model.refresh_epoch()
             # Events applied between their user's refit and the publication were still fitted under the old epoch.
-            await self._refit(trainer, derived, user_ids)
+            await self._refit(trainer, derived, await self._user_ids())
+
+    async def _user_ids(self) -> list[str]:
+        return [user for partition in range(self._partitions) for user in await self._users.versions(partition)]
 
     async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str]) -> bool:
         """Fit again all users that were fitted under an older epoch; False when the lease was lost."""
