@@ -52,12 +52,15 @@ class UserBank:
 
     def put(self, users: Sequence[str], states: State, events: Sequence[int]) -> None:
         """Write users' states, each field [B, …]; new users get the next rows."""
+        for name, column in self._columns.items():  # before anyone is entered: no row may stay unwritten
+            if states[name].shape != (len(users), *column.shape[1:]):
+                raise ValueError(f"{name} of {len(users)} users cannot have the shape {tuple(states[name].shape)}")
         fresh = [user for user in dict.fromkeys(users) if user not in self._rows]
         self._reserve(len(self._users) + len(fresh))
         for user in fresh:
             self._rows[user] = len(self._users)
             self._users.append(user)
-        rows = torch.tensor([self._rows[user] for user in users], device=self._events.device)
+        rows = torch.tensor([self._rows[user] for user in users], dtype=torch.int64, device=self._events.device)
         for name, column in self._columns.items():
             column[rows] = states[name].to(column)
         self._events[rows] = torch.tensor(events, dtype=torch.int64, device=self._events.device)

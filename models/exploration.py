@@ -87,7 +87,9 @@ class Slate:
 
 
 def draw_slate(policy: Policy, mean: Vector, bonus: Vector, size: int, generator: np.random.Generator) -> Slate:
-    """Draw `size` arms without replacement."""
+    """Draw `size` arms without replacement; scores that are not finite have no distribution to draw from."""
+    if not (np.isfinite(mean).all() and np.isfinite(bonus).all()):
+        raise ValueError("scores must be finite")
     left = np.arange(len(mean))
     chosen: list[int] = []
     propensities: list[float] = []

@@ -23,6 +23,8 @@ Vectors: TypeAlias = NDArray[np.float32]
 
 #: Hashed places remembered; names and categories beyond it are hashed again.
 HASHES_REMEMBERED = 65_536
+#: What is said of numbers that fit by themselves, and not when they are added or multiplied.
+TOO_LARGE = "makes inputs too large for the learner: scale the numbers down"
 
 
 @final
@@ -90,19 +92,26 @@ def infer_layout(
 
 
 def assemble(layout: FeatureLayout, arms: Sequence[Features], context: Features | None) -> Vectors:
-    """The learner's inputs for every arm of a request: float32 [k, dimension]."""
+    """The learner's inputs for every arm of a request: float32 [k, dimension], all finite."""
     count = len(arms)
-    parts = [_arm_vectors(layout, arms)]
-    if layout.context:
-        row = _context_vector(layout, context)
-        parts.append(np.broadcast_to(row, (count, layout.context)))
-        if layout.products:
-            parts.append((parts[0][:, :, None] * row).reshape(count, -1))
-    elif context is not None:
-        raise FeatureError(("context",), "this namespace takes no context: its first request had none")
+    with np.errstate(over="ignore", invalid="ignore"):  # sums and products may leave float32: refused below
+        parts = [_arm_vectors(layout, arms)]
+        if layout.context:
+            row = _context_vector(layout, context)
+            if not np.isfinite(row).all():
+                raise FeatureError(("context",), TOO_LARGE)
+            parts.append(np.broadcast_to(row, (count, layout.context)))
+            if layout.products:
+                parts.append((parts[0][:, :, None] * row).reshape(count, -1))
+        elif context is not None:
+            raise FeatureError(("context",), "this namespace takes no context: its first request had none")
     if layout.intercept:
         parts.append(np.ones((count, 1), dtype=np.float32))
-    return np.concatenate(parts, axis=1)
+    inputs = np.concatenate(parts, axis=1)
+    finite = np.isfinite(inputs).all(axis=1)
+    if not finite.all():
+        raise FeatureError(("arms", int(finite.argmin()), "features"), TOO_LARGE)
+    return inputs
 
 
 def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:

@@ -261,12 +261,10 @@ def learner_settings(settings: Settings) -> MetaBanSettings:
     """The preset with what the environment overrides."""
     names = ("alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1")
     overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    own = {"preset": settings.preset, "standardize": settings.standardize, "seed": settings.seed}
-    taken = [name for name in settings.learner if name in overrides or name in own]
-    if taken:
-        raise SettingsError(
-            f"METABAN_LEARNER: {', '.join(taken)} has a variable of its own, METABAN_{taken[0].upper()}"
-        )
+    overrides |= {"standardize": settings.standardize, "seed": settings.seed}
+    for name in settings.learner:
+        if name == "preset" or name in overrides:
+            raise SettingsError(f"METABAN_LEARNER: {name} has a variable of its own, METABAN_{name.upper()}")
     try:
         return MetaBanSettings.named(settings.preset, **overrides, **settings.learner)
     except ValueError as error:

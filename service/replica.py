@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextvars import Context
 from typing import final
@@ -57,10 +57,11 @@ class Replica:
         self._metrics = metrics
         self._partitions = partitions
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
         self._failing: set[str] = set()
         self._applied: dict[int, int] = {}
         self._seen: OrderedDict[tuple[int, str], None] = OrderedDict()
-        self._waiters: dict[tuple[int, str], asyncio.Future[None]] = {}
+        self._waiters: dict[tuple[int, str], set[asyncio.Future[None]]] = {}
         self._deferred: dict[str, list[tuple[int, str]]] = {}
         self._loading = asyncio.Lock()
         self._news: dict[int, list[UpdateEntry]] = {}
@@ -87,7 +88,9 @@ class Replica:
 
     async def stop(self) -> None:
         """Stop following; what is loaded stays served."""
+        self._stopping = True
         for task in self._tasks:
+            # Before Python 3.12 a cancellation may get lost in `asyncio.wait_for`, below the driver: hence the flag.
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -118,13 +121,15 @@ class Replica:
     async def _wait_entry(self, entry: tuple[int, str]) -> None:
         if entry in self._seen:
             return
-        waiter = self._waiters.get(entry)
-        if waiter is None:
-            waiter = self._waiters[entry] = asyncio.get_running_loop().create_future()
+        # One future for each who waits: whoever gives up takes nothing away from the others.
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiters = self._waiters.setdefault(entry, set())
+        waiters.add(waiter)
         try:
-            await asyncio.shield(waiter)
+            await waiter
         finally:
-            if not waiter.done():
+            waiters.discard(waiter)
+            if not waiters:
                 self._waiters.pop(entry, None)
 
     def _epoch_due(self) -> bool:
@@ -132,17 +137,15 @@ class Replica:
 
     async def _follow(self, partition: int) -> None:
         place = f"partition {partition}"
-        behind = False
-        while True:
+        while not self._stopping:
             try:
-                if (behind or place in self._failing) and await self._users.gap(partition, self._cursors[partition]):
+                if place in self._failing and await self._users.gap(partition, self._cursors[partition]):
                     head = await self._users.log_head(partition)
                     await self._resync(partition)
                     self._cursors[partition] = head
                 self._recovered(place)
                 cursor = self._cursors[partition]
                 entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
-                behind = len(entries) == TAIL_ENTRIES
                 if entries:
                     self._news[partition] = entries
                     await self._absorb_news()
@@ -150,7 +153,7 @@ class Replica:
                 await self._pause(place, error)
 
     async def _follow_epochs(self, cursor: str) -> None:
-        while True:
+        while not self._stopping:
             try:
                 if "epochs" in self._failing:
                     await self._adopt_current()
@@ -163,6 +166,8 @@ class Replica:
                 await self._pause("epochs", error)
 
     async def _pause(self, place: str, error: StoreError) -> None:
+        if self._stopping:
+            return
         if not self._failing:
             report = log.warning if isinstance(error, StoreUnavailable) else log.error
             report("replica fell behind", following=place, error=str(error))
@@ -188,6 +193,9 @@ class Replica:
     async def _absorb(self, news: dict[int, list[UpdateEntry]]) -> None:
         users = dict.fromkeys(entry.user_id for entries in news.values() for entry in entries)
         early = await self._load(user for user in users if self._model.wants(user))
+        for partition, entries in news.items():
+            if self._missed(partition, entries):
+                await self._resync(partition)
         now = time.time()
         for partition, entries in news.items():
             self._cursors[partition] = entries[-1].cursor
@@ -195,13 +203,18 @@ class Replica:
             for entry in entries:
                 applied = [(partition, entry_id) for entry_id in entry.entry_ids]
                 if entry.user_id in early:
-                    self._deferred.setdefault(entry.user_id, []).extend(applied)
+                    self._defer({entry.user_id: applied})
                 else:
                     self._settle(applied)
                 self._metrics.freshness_seconds.observe(max(0.0, now - int(entry.cursor.split("-")[0]) / 1_000))
         self._metrics.users_resident.set(len(self._model))
         async with self._epoch_changed:
             self._epoch_changed.notify_all()
+
+    def _missed(self, partition: int, entries: list[UpdateEntry]) -> bool:
+        """Whether the log was trimmed before we read on: its lines name fewer events than were applied."""
+        named = sum(len(entry.entry_ids) for entry in entries)
+        return self._applied.get(partition, 0) + named < entries[-1].applied
 
     async def _load(self, users: Iterable[str]) -> set[str]:
         """Load users and serve them; returns those fitted under an epoch that is not served yet."""
@@ -210,8 +223,7 @@ class Replica:
         for start in range(0, len(ids), LOAD_USERS):
             states = await self._users.load(ids[start : start + LOAD_USERS])
             early |= await self._put(states.values())
-        for user in early:
-            self._deferred.setdefault(user, [])
+        self._defer(dict.fromkeys(early, ()))
         return early
 
     async def _put(self, states: Iterable[UserState]) -> set[str]:
@@ -243,21 +255,37 @@ class Replica:
             if epoch is None or epoch.number <= self._model.epoch_number:
                 return
             refitted = self._model.learner.refit_due(self._model.epoch_events, epoch.events)
-            wanted = set(self._deferred) | {user for user in epoch.members if user not in self._model}
+            wanted = {user for user in epoch.members if user not in self._model}
             if refitted:
                 wanted |= set(self._model.users())
             states: list[UserState] = []
-            ordered = sorted(wanted)
+            ordered = sorted(wanted | set(self._deferred))
             for start in range(0, len(ordered), LOAD_USERS):
                 states += (await self._users.load(ordered[start : start + LOAD_USERS])).values()
             await self._run(lambda: self._swap(epoch, states))
             self._metrics.served_epoch.set(epoch.number)
-            waiting, self._deferred = self._deferred, {}
-            for entries in waiting.values():
-                self._settle(entries)
+            await self._serve_deferred()
             log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))
         async with self._epoch_changed:
             self._epoch_changed.notify_all()
+
+    async def _serve_deferred(self) -> None:
+        """Load once more whoever waited for this epoch: some may have come to wait while it was being adopted."""
+        waiting, self._deferred = self._deferred, {}
+        try:
+            early = await self._load(waiting)
+        except StoreError:
+            self._defer(waiting)
+            raise
+        self._defer({user: waiting[user] for user in early})
+        for user, entries in waiting.items():
+            if user not in early:
+                self._settle(entries)
+
+    def _defer(self, waiting: Mapping[str, Iterable[tuple[int, str]]]) -> None:
+        """Keep users, and the events that are told with them, for an epoch to come."""
+        for user, entries in waiting.items():
+            self._deferred.setdefault(user, []).extend(entries)
 
     def _swap(self, epoch: Epoch, states: list[UserState]) -> None:
         self._model.adopt_epoch(epoch.number, epoch.events, epoch.tensors, epoch.members)
@@ -266,9 +294,9 @@ class Replica:
     def _settle(self, entries: Iterable[tuple[int, str]]) -> None:
         for entry in entries:
             self._seen[entry] = None
-            waiter = self._waiters.pop(entry, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
+            for waiter in self._waiters.pop(entry, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
         while len(self._seen) > APPLIED_REMEMBERED:
             self._seen.popitem(last=False)
 

@@ -67,9 +67,9 @@ def serve(settings: Settings, host: str, port: int, *, with_worker: bool, announ
         if with_worker:
             supervisor = Supervisor(WORKER_COMMAND, name="worker", environment={"REDIS_URL": url})
             worker = stack.enter_context(supervisor).pid
-        announce(Running(_http_url(listener), store_name(settings), worker))
+        running = Running(_http_url(listener), store_name(settings), worker)
         try:
-            _run(settings, url, listener)
+            _run(settings, url, listener, lambda: announce(running))
         finally:
             _ignore_signals()  # nothing interrupts the stopping of the rest
 
@@ -110,16 +110,16 @@ def store_name(settings: Settings) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _run(settings: Settings, redis_url: str, listener: socket.socket) -> None:
+def _run(settings: Settings, redis_url: str, listener: socket.socket, started: Callable[[], None]) -> None:
     # Imports torch, which takes a second: not before everything cheap has succeeded.
     from service.engine import Engine
 
     metrics = Metrics()
     app = create_app(settings, Engine.from_settings(settings, redis_url, metrics), metrics)
-    uvloop.run(_serve_requests(app, listener))
+    uvloop.run(_serve_requests(app, listener, started))
 
 
-async def _serve_requests(app: FastAPI, listener: socket.socket) -> None:
+async def _serve_requests(app: FastAPI, listener: socket.socket, started: Callable[[], None]) -> None:
     config = uvicorn.Config(
         app,
         # The engine is started here, so that its errors arrive as they are and not as uvicorn's log lines.
@@ -134,6 +134,7 @@ async def _serve_requests(app: FastAPI, listener: socket.socket) -> None:
     async with app.router.lifespan_context(app):
         # uvicorn catches the signals while it runs, and when it is done raises them again for whoever is next.
         _ignore_signals()
+        started()
         await uvicorn.Server(config).serve(sockets=[listener])
 
 

@@ -6,7 +6,8 @@ versions and its types are unions of values and awaitables, so `command` and `pi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -14,7 +15,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from store.errors import CorruptRecord, StoreError, translate_errors
+from store.errors import CorruptRecord, StoreError, StoreUnavailable, translate_errors
 
 Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = Sequence[Argument]
@@ -75,11 +76,26 @@ async def check_server(redis: Redis) -> ServerInfo:
     return ServerInfo(version, policy, fields.get("aof_enabled", "0") == "1")
 
 
+@asynccontextmanager
+async def exchange(redis: Redis) -> AsyncIterator[None]:
+    """Talk to the server, driver errors translated.
+
+    A connection that turns out to be dead means that the idle ones are dead too, after a restart of the server: they
+    are dropped together, or each would fail one caller.
+    """
+    try:
+        with translate_errors():
+            yield
+    except StoreUnavailable:
+        await redis.connection_pool.disconnect(inuse_connections=False)
+        raise
+
+
 async def command(redis: Redis, name: str, *arguments: Argument) -> Any:
     """Send one command; the raw reply, driver errors translated."""
     # Named in bytes, a command is not found in the driver's table of reply parsers.
     send = cast(Callable[..., Awaitable[Any]], redis.execute_command)
-    with translate_errors():
+    async with exchange(redis):
         return await send(name.encode(), *arguments)
 
 
@@ -98,12 +114,11 @@ async def pipeline_with_errors(redis: Redis, commands: Iterable[Command]) -> lis
     queue = list(commands)
     replies: list[Any] = []
     for start in range(0, len(queue), PIPELINE_COMMANDS):
-        with translate_errors():
-            async with redis.pipeline(transaction=False) as batch:
-                send = cast(Callable[..., object], batch.execute_command)
-                for name, *arguments in queue[start : start + PIPELINE_COMMANDS]:
-                    send(name.encode() if isinstance(name, str) else name, *arguments)
-                replies += await cast(Callable[..., Awaitable[list[Any]]], batch.execute)(raise_on_error=False)
+        async with exchange(redis), redis.pipeline(transaction=False) as batch:
+            send = cast(Callable[..., object], batch.execute_command)
+            for name, *arguments in queue[start : start + PIPELINE_COMMANDS]:
+                send(name.encode() if isinstance(name, str) else name, *arguments)
+            replies += await cast(Callable[..., Awaitable[list[Any]]], batch.execute)(raise_on_error=False)
     return replies
 
 

@@ -179,7 +179,7 @@ class EventStream:
 
     def _enqueue_call(self, partition: int, events: Sequence[RewardEvent]) -> tuple[list[str], list[bytes | int]]:
         keys = [self._keys.marker(partition), self._keys.events(partition), self._keys.counters(partition)]
-        keys += [self._keys.seen(partition, event.event_id) for event in events]
+        keys += [self._keys.seen(event.user_id, event.event_id) for event in events]
         fields = [part for event in events for pair in event.encode().items() for part in pair]
         return keys, [self._limit, self._window_ms, len(fields) // len(events), *fields]
 

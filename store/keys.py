@@ -18,7 +18,7 @@ last and may hold anything, braces too: only the first tag of a key counts.
     versions               hash    user id → incarnation:version                               none
     user:<user id>         hash    incarnation, version, epoch, state: one UserState           none
     samples:<user id>      list    latest Samples, oldest first                                trimmed
-    seen:<event id>        string  entry id the event got: dedupe                              dedupe window
+    seen:<user, event id>  string  entry id the event got: dedupe                              dedupe window
     dead_letters           stream  events given up on, with the reason                         none
     attempts               hash    entry id → attempts made on that event alone                with the event
     decision:<decision id> string  one Decision                                                reward window
@@ -95,9 +95,9 @@ class NamespaceKeys:
     def attempts(self, partition: int) -> str:
         return self._in(partition, "attempts")
 
-    def seen(self, partition: int, event_id: str) -> str:
-        """Beside the stream it guards, so in the partition of the event's user."""
-        return self._in(partition, f"seen:{event_id}")
+    def seen(self, user_id: str, event_id: str) -> str:
+        """Beside the stream it guards; event ids are a user's own, and the length keeps the two ids apart."""
+        return self._in(self.partition_of(user_id), f"seen:{len(user_id)}:{user_id}:{event_id}")
 
     def user(self, user_id: str) -> str:
         return self._in(self.partition_of(user_id), f"user:{user_id}")

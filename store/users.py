@@ -6,6 +6,7 @@ the incarnation. Both, with the store epoch, are the fence that makes every even
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -32,6 +33,7 @@ from store.scripts import load_script
 
 #: Fields looked at by one step of a scan over the versions.
 SCAN_COUNT: Final = 1_000
+log = logging.getLogger(__name__)
 BEFORE_ALL: Final = "0-0"
 FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
     b"not-pending": "not-pending",
@@ -139,9 +141,17 @@ class UserStore:
         self._rebase = load_script(redis, "rebase")
 
     async def load(self, user_ids: Iterable[str]) -> dict[str, UserState]:
-        """The states of these users; users never learned are absent."""
+        """The states of these users; users never learned are absent, and so are those whose state is damaged."""
         ids = list(dict.fromkeys(user_ids))
-        return _decode_states(ids, await pipeline(self._redis, map(self._state_command, ids)))
+        replies = await pipeline(self._redis, map(self._state_command, ids))
+        states: dict[str, UserState] = {}
+        for user, reply in zip(ids, replies, strict=True):
+            try:
+                states |= _decode_states([user], [reply])
+            except CorruptRecord as error:
+                # One damaged user must not keep the others from being served.
+                log.error("%s", error)
+        return states
 
     async def load_samples(self, user_ids: Iterable[str]) -> dict[str, list[Sample]]:
         """The samples kept of these users, oldest first; users without any are absent."""
@@ -149,7 +159,10 @@ class UserStore:
         return _decode_samples(ids, await pipeline(self._redis, map(self._samples_command, ids)))
 
     async def load_learners(self, user_ids: Iterable[str]) -> tuple[dict[str, UserState], dict[str, list[Sample]]]:
-        """`load` and `load_samples` in one round trip: what an update of these users starts from."""
+        """`load` and `load_samples` in one round trip: what an update of these users starts from.
+
+        Unlike `load`, raises CorruptRecord for a damaged user, whom an update must not take for a new one.
+        """
         ids = list(dict.fromkeys(user_ids))
         replies = await pipeline(self._redis, [*map(self._state_command, ids), *map(self._samples_command, ids)])
         states, samples = replies[: len(ids)], replies[len(ids) :]

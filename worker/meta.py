@@ -79,7 +79,7 @@ class MetaTrainer:
                 raise
             except Exception:
                 # Users go on learning under the epoch there is; the consumers would end with this task.
-                log.exception("no epoch derived", epoch=self._model.epoch.number)
+                log.exception("no epoch derived")
             try:
                 async with asyncio.timeout(TICK_S):
                     await self._woken.wait()
@@ -111,10 +111,11 @@ class MetaTrainer:
 
     async def _keep_lease(self) -> None:
         """Renew the lease while a derivation takes its time; a lost one is noticed where it matters, at publication."""
-        while True:
+        kept = True
+        while kept:  # not for ever: the driver may swallow a cancellation
             await asyncio.sleep(LEASE_MS / 3_000)
             try:
-                await self._epochs.renew_lease(self._token, LEASE_MS)
+                kept = await self._epochs.renew_lease(self._token, LEASE_MS)
             except StoreUnavailable as error:
                 log.warning("store unavailable", error=str(error))
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, final
@@ -18,7 +19,7 @@ import uvloop
 from models.device import choose_device
 from store.connection import check_server, connect
 from store.epochs import EpochStore
-from store.errors import StoreUnavailable
+from store.errors import StoreReset, StoreUnavailable
 from store.events import EventStream
 from store.namespaces import Namespaces
 from store.users import UserStore
@@ -72,6 +73,7 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
         epochs = EpochStore(redis, record.keys, record.store_epoch)
         model = NamespaceModel(namespaces, epochs, record, choose_device(settings.device))
         await model.refresh_epoch()
+        reset: BaseExceptionGroup[StoreReset] | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors") as compute:
             meta = MetaTrainer(
                 users,
@@ -86,11 +88,17 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
             desk = FittingDesk(compute)
             publisher = Publisher(streams, users, model, desk, consumer=name, samples_kept=settings.samples_kept)
             log.info("worker ready", consumer=name, namespace=record.name, partitions=record.partitions)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(meta.run())
-                for partition in range(record.partitions):
-                    consumer = Consumer(partition, name, streams, publisher, stopping, on_applied=meta.count)
-                    tasks.create_task(consumer.run())
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(_until_the_end(meta.run(), stopping))
+                    for partition in range(record.partitions):
+                        consumer = Consumer(partition, name, streams, publisher, stopping, on_applied=meta.count)
+                        tasks.create_task(_until_the_end(consumer.run(), stopping))
+            except* StoreReset as lost:
+                reset = lost
+        if reset is not None:
+            # Several tasks may have found out at once; one tells it.
+            raise StoreReset(str(reset.exceptions[0])) from reset
         try:
             await streams.release_consumer(name)
         except StoreUnavailable as error:
@@ -98,3 +106,11 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
         log.info("worker stopped", consumer=name)
     finally:
         await redis.aclose()
+
+
+async def _until_the_end(work: Coroutine[None, None, None], stopping: asyncio.Event) -> None:
+    """Have all work end when one part does: cancellations alone do not see to it, the driver may swallow one."""
+    try:
+        await work
+    finally:
+        stopping.set()

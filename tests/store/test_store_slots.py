@@ -153,7 +153,6 @@ def test_keys_are_distinct():
     for partition in range(2):
         kinds = ("marker", "events", "counters", "update_log", "versions", "dead_letters", "attempts")
         names += [getattr(keys, kind)(partition) for kind in kinds]
-        names.append(keys.seen(partition, "x"))
     names += [keys.user("x"), keys.samples("x"), keys.decision("x")]
     assert len(set(names)) == len(names)
     assert all(name.startswith("metaban:{shop:") for name in names)

@@ -7,12 +7,22 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from store.connection import connect
 from tests.worker.workshop import Workshop
 
 OpenWorkshop = Callable[..., Awaitable[Workshop]]
+
+
+@pytest.fixture(autouse=True)
+def plain_logs() -> Iterator[None]:
+    """As the worker logs: structlog's own default draws every local variable, which takes longer than the work."""
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

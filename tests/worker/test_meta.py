@@ -353,4 +353,3 @@ class TestRunning:
         await shop.redis.lset(shop.keys.samples("a"), 0, good[0])
         await soon(lambda: self.at(shop, 1))
         await self.stop(shop, running)
-

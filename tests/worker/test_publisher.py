@@ -117,7 +117,9 @@ class TestRaces:
 
     async def test_many_consumers_on_the_same_users(self, shop: Workshop) -> None:
         shares = [
-            await shop.give([make_event(f"user {number % 3}", number) for number in range(10 * c, 10 * c + 10)], f"c{c}")
+            await shop.give(
+                [make_event(f"user {number % 3}", number) for number in range(10 * c, 10 * c + 10)], f"c{c}"
+            )
             for c in range(5)
         ]
         async with asyncio.timeout(10):
@@ -258,4 +260,3 @@ async def test_a_state_of_something_else_fails_its_user_alone(shop: Workshop) ->
     assert outcomes[1] == 2
     assert await shop.versions() == {"broken": 1, "sound": 1}
     assert await shop.pending() == 1
-

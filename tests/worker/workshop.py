@@ -44,9 +44,7 @@ def small(**changes: Any) -> MetaBanSettings:
 
 def layout(inputs: int = INPUTS) -> FeatureLayout:
     """Arms are lists of numbers, and nothing is added to them."""
-    return FeatureLayout(
-        arm=inputs, context=0, arm_named=False, context_named=False, products=False, intercept=False
-    )
+    return FeatureLayout(arm=inputs, context=0, arm_named=False, context_named=False, products=False, intercept=False)
 
 
 def features(seed: int, inputs: int = INPUTS) -> np.ndarray:
@@ -150,14 +148,14 @@ class Workshop:
             on_applied=lambda partition, applied: None,
         )
 
-    def meta(self, token: str = "m1", *, users: Any = None, model: NamespaceModel | None = None, pool: int = 100):
+    def meta(self, name: str = "m1", *, users: Any = None, model: NamespaceModel | None = None, pool: int = 100):
         return MetaTrainer(
             users or self.users,
             self.epochs,
             model or self.model,
             self.compute,
             self.stopping,
-            token=token,
+            token=name,
             partitions=self.record.partitions,
             candidate_pool=pool,
         )
@@ -170,7 +168,9 @@ class Workshop:
     async def learn(self, plan: Mapping[str, int], *, first: int = 0) -> None:
         """So many events of each user, enqueued and applied."""
         numbers = count(first)
-        await self.streams.enqueue([make_event(user, next(numbers)) for user, events in plan.items() for _ in range(events)])
+        await self.streams.enqueue(
+            [make_event(user, next(numbers)) for user, events in plan.items() for _ in range(events)]
+        )
         for partition in range(self.record.partitions):
             await self.publisher().publish(
                 partition, await self.streams.read(partition, "c1", count=10_000, block_ms=1)
@@ -196,9 +196,13 @@ class Workshop:
         return [fields for _, fields in await self.redis.xrange(self.keys.dead_letters(partition))]
 
     def start_process(self, url: str, **environment: str) -> subprocess.Popen[bytes]:
-        """A worker as `metaban worker` runs it."""
+        """`metaban worker`, which takes events over sooner than one that serves."""
+        hurried = (
+            "import sys, worker.consumer as consumer; consumer.STALLED_AFTER_MS = 300; consumer.CLAIM_EVERY_S = 0.05;"
+            "from service.cli import main; sys.argv = ['metaban', 'worker']; sys.exit(main())"
+        )
         return subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "worker"],
+            [sys.executable, "-c", hurried],
             env={
                 **os.environ,
                 "REDIS_URL": url,

@@ -1,0 +1,145 @@
+"""Micro-batches: together when busy, never mixed up, never hanging."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.presets import build_learner
+from service import scorer as scorer_module
+from service.errors import Overloaded
+from service.scorer import Scorer
+from service.served import ArmScores, ScoreRequest, ServedModel
+from tests.worker.workshop import CPU, INPUTS, features, small
+
+
+def watched() -> tuple[ServedModel, list[int]]:
+    """A model that tells how many requests it was given at a time."""
+    model = ServedModel(build_learner(small(), INPUTS), CPU, pool_max=10, guests_max=10)
+    sizes: list[int] = []
+    score = model.score
+
+    def counted(requests: Sequence[ScoreRequest]) -> list[ArmScores]:
+        sizes.append(len(requests))
+        return score(requests)
+
+    model.score = counted  # type: ignore[method-assign]
+    return model, sizes
+
+
+def ask(seed: int, arms: int = 2) -> ScoreRequest:
+    return ScoreRequest(f"user {seed}", np.stack([features(100 * seed + arm) for arm in range(arms)]))
+
+
+BROKEN = ScoreRequest("broken", np.zeros((1, INPUTS + 4), dtype=np.float32))
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[Executor, Event]]:
+    """A thread that does something else until the event is set."""
+    free = Event()
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        executor.submit(free.wait, 10)
+        yield executor, free
+        free.set()
+
+
+async def all_waiting(*requests: Any) -> list[asyncio.Task[ArmScores]]:
+    tasks = [asyncio.create_task(request) for request in requests]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def answers(tasks: Sequence[asyncio.Task[ArmScores]]) -> list[Any]:
+    async with asyncio.timeout(10):
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_requests_that_wait_are_scored_together_and_answered_each(busy: tuple[Executor, Event]) -> None:
+    compute, free = busy
+    model, sizes = watched()
+    scorer = Scorer(model, compute)
+    requests = [ask(seed, 1 + seed % 4) for seed in range(20)]
+    tasks = await all_waiting(*(scorer.score(request) for request in requests))
+    free.set()
+    scored = await answers(tasks)
+    assert sum(sizes) == 20
+    assert len(sizes) <= 2
+    for request, scores in zip(requests, scored, strict=True):
+        np.testing.assert_allclose(scores.mean, model.score([request])[0].mean, rtol=1e-5, atol=1e-6)
+
+
+async def test_batches_have_limits(busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_module, "BATCH_REQUESTS", 4)
+    monkeypatch.setattr(scorer_module, "BATCH_ARMS", 6)
+    compute, free = busy
+    model, sizes = watched()
+    scorer = Scorer(model, compute)
+    tasks = await all_waiting(*(scorer.score(ask(seed, arms)) for seed, arms in enumerate((1, 1, 1, 1, 1, 5, 2, 9, 1))))
+    free.set()
+    assert [len(scores.mean) for scores in await answers(tasks)] == [1, 1, 1, 1, 1, 5, 2, 9, 1]
+    assert sum(sizes) == 9
+    assert max(sizes) <= 4
+
+
+async def test_too_many_waiting_are_turned_away(busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_module, "WAITING_REQUESTS_MAX", 5)
+    compute, free = busy
+    scorer = Scorer(watched()[0], compute)
+    tasks = await all_waiting(*(scorer.score(ask(seed)) for seed in range(12)))
+    free.set()
+    scored = await answers(tasks)
+    refused = [answer for answer in scored if isinstance(answer, Overloaded)]
+    assert len(refused) in (6, 7)  # the first batch may have left the queue before the queue was full
+    assert sum(isinstance(answer, ArmScores) for answer in scored) == 12 - len(refused)
+    assert isinstance(await scorer.score(ask(99)), ArmScores), "later ones are welcome again"
+
+
+async def test_a_batch_that_fails_is_told_and_the_next_is_scored(compute: Executor) -> None:
+    scorer = Scorer(watched()[0], compute)
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError):
+            await scorer.score(BROKEN)
+        assert isinstance(await scorer.score(ask(1)), ArmScores)
+
+
+async def test_nobody_hangs_beside_a_broken_request(
+    busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scorer_module, "BATCH_REQUESTS", 3)
+    compute, free = busy
+    scorer = Scorer(watched()[0], compute)
+    tasks = await all_waiting(
+        *(scorer.score(request) for request in (ask(1), ask(2), BROKEN, ask(3), ask(4), ask(5), ask(6)))
+    )
+    free.set()
+    scored = await answers(tasks)
+    assert isinstance(scored[2], ValueError)
+    assert all(isinstance(answer, ArmScores) for answer in scored[4:])
+    assert all(isinstance(answer, ArmScores | ValueError) for answer in scored)
+
+
+async def test_a_client_that_went_away_does_not_matter(busy: tuple[Executor, Event]) -> None:
+    compute, free = busy
+    scorer = Scorer(watched()[0], compute)
+    tasks = await all_waiting(*(scorer.score(ask(seed)) for seed in range(4)))
+    tasks[2].cancel()
+    free.set()
+    scored = await answers(tasks)
+    assert [type(answer) for answer in scored] == [ArmScores, ArmScores, asyncio.CancelledError, ArmScores]
+
+
+async def test_after_the_end_requests_fail_and_do_not_wait() -> None:
+    compute = ThreadPoolExecutor(max_workers=1)
+    compute.shutdown()
+    scorer = Scorer(watched()[0], compute)
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError):
+            await scorer.score(ask(1))

@@ -1,0 +1,56 @@
+"""A whole worker, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from store.errors import StoreReset
+from tests.worker.conftest import OpenWorkshop
+from tests.worker.workshop import NAME, Workshop, make_event, soon
+from worker.runtime import WorkerSettings, _run
+
+SETTINGS = WorkerSettings(
+    namespace=NAME, samples_kept=5, dedupe_window_s=60, backlog_limit=1_000, candidate_pool=100, device="cpu"
+)
+
+
+async def at_epoch(shop: Workshop, number: int) -> bool:
+    return await shop.epochs.current_number() == number
+
+
+async def test_it_learns_and_derives_until_it_is_told_to_stop(open_workshop: OpenWorkshop, valkey_url: str) -> None:
+    shop = await open_workshop(partitions=3)
+    worker = asyncio.create_task(_run(valkey_url, SETTINGS))
+    await shop.streams.enqueue([make_event(f"user {n % 5}", n) for n in range(20)])
+    await soon(lambda: at_epoch(shop, 1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await worker
+    assert sum((await shop.versions()).values()) == 20
+    states = await shop.users.load(await shop.versions())
+    assert {state.epoch for state in states.values()} == {1}
+    assert [await shop.consumers(partition) for partition in range(3)] == [{}, {}, {}]
+    assert await shop.redis.exists(shop.keys.lease) == 0
+
+
+async def test_a_store_that_lost_everything_ends_it_with_one_clear_error(
+    open_workshop: OpenWorkshop, valkey_url: str
+) -> None:
+    shop = await open_workshop(partitions=3)
+    worker = asyncio.create_task(_run(valkey_url, SETTINGS))
+    await soon(lambda: at_epoch(shop, 0))
+    await shop.redis.flushall()
+    with pytest.raises(StoreReset):
+        await asyncio.wait_for(worker, 10)
+
+
+async def test_it_may_be_stopped_before_there_is_a_namespace(open_workshop: OpenWorkshop, valkey_url: str) -> None:
+    worker = asyncio.create_task(_run(valkey_url, SETTINGS))
+    await asyncio.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await worker
