@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
+from store.decisions import DecidedItem
+
 #: One named feature: numbers enter as they are, strings and booleans are hashed.
 FeatureValue: TypeAlias = float | str | bool
 #: An arm or a context: plain numbers, or an object of named ones.
@@ -40,25 +42,11 @@ class RecommendCommand:
 
 @final
 @dataclass(frozen=True, slots=True)
-class RankedItem:
-    """One chosen arm, and how likely it was to be chosen at its rank (1 is the first)."""
-
-    arm_id: str
-    rank: int
-    score: float
-    mean: float
-    bonus: float
-    propensity: float
-    group_size: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Recommendation:
     """A decision as it was recorded."""
 
     decision_id: str
-    items: tuple[RankedItem, ...]
+    items: tuple[DecidedItem, ...]
     policy: str
     #: Number of the epoch whose shared parameters scored the arms.
     model_version: int

@@ -20,7 +20,6 @@ from models.settings import MetaBanSettings
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
-    RankedItem,
     Recommendation,
     RecommendCommand,
     Rejection,
@@ -303,18 +302,7 @@ def _recommendation(decision: Decision, fingerprint: str, *, replayed: bool) -> 
         raise DecisionConflict("this decision_id belongs to a request with another body")
     return Recommendation(
         decision_id=decision.decision_id,
-        items=tuple(
-            RankedItem(
-                arm_id=item.arm_id,
-                rank=item.rank,
-                score=item.score,
-                mean=item.mean,
-                bonus=item.bonus,
-                propensity=item.propensity,
-                group_size=item.group_size,
-            )
-            for item in decision.items
-        ),
+        items=decision.items,
         policy=decision.policy,
         model_version=decision.epoch,
         cold_start=decision.cold_start,

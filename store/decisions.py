@@ -18,7 +18,7 @@ from store.keys import NamespaceKeys
 @final
 @dataclass(frozen=True, slots=True)
 class DecidedItem:
-    """One recommended arm."""
+    """One chosen arm, and how likely it was to be chosen at its rank (1 is the first)."""
 
     arm_id: str
     rank: int

@@ -77,13 +77,16 @@ class Publisher:
         if not self._fits(delivery.event):
             await self._model.refresh_record()
             if not self._fits(delivery.event):
-                await self._bury(delivery, f"{delivery.event.features.size} inputs do not fit the namespace's layout")
+                found = f"{delivery.event.features.size} inputs and {delivery.event.phi.size} notes"
+                await self._bury(delivery, f"{found} do not fit the namespace's layout and learner")
                 return False
         return True
 
     def _fits(self, event: RewardEvent) -> bool:
-        trainer = self._model.trainer
-        return trainer is not None and event.features.size == trainer.learner.inputs_expected
+        if self._model.trainer is None:
+            return False
+        learner = self._model.trainer.learner
+        return (event.features.size, event.phi.size) == (learner.inputs_expected, learner.noted)
 
     async def _bury(self, delivery: Delivery, reason: str) -> None:
         log.warning("event buried", partition=delivery.partition, entry=delivery.entry_id, reason=reason)

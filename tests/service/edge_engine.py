@@ -12,12 +12,12 @@ from service.app import create_app
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
-    RankedItem,
     Recommendation,
     RecommendCommand,
     RewardCommand,
 )
 from service.settings import Settings
+from store.decisions import DecidedItem
 
 
 class EdgeEngine:
@@ -40,7 +40,7 @@ class EdgeEngine:
         if self.error:
             raise self.error
         items = tuple(
-            RankedItem(arm.id, rank, 0.75, 0.5, 0.25, 0.98, 1)
+            DecidedItem(arm.id, rank, 0.75, 0.5, 0.25, 0.98, 1)
             for rank, arm in enumerate(command.arms[: command.k], start=1)
         )
         return Recommendation(command.decision_id or "d-1", items, "ucb-floor", 3, "meta", False)

@@ -235,7 +235,12 @@ class TestRewards:
         [delivery] = await stream.read(keys.partition_of("u"), "c", count=10, block_ms=10)
         event = delivery.event
         assert event is not None
-        assert (event.user_id, event.arm_id, event.reward, event.propensity) == ("u", item.arm_id, 0.25, item.propensity)
+        assert (event.user_id, event.arm_id, event.reward, event.propensity) == (
+            "u",
+            item.arm_id,
+            0.25,
+            item.propensity,
+        )
         arm = next(arm for arm in ask(k=2).arms if arm.id == item.arm_id)
         assert event.features.tolist() == pytest.approx([*arm.features, 1.0])
 
@@ -276,11 +281,6 @@ class TestRewards:
         outcome = await engine.feedback([reward("a"), reward("a:b")], wait_applied=False)
         assert (outcome.accepted, outcome.duplicates) == (2, 0)
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="store/keys.py: `seen` is kept by partition and event id, so users who happen to share a partition and "
-        "to use the same event id lose rewards to each other, while others do not",
-    )
     async def test_the_event_ids_of_one_user_are_not_those_of_another(self, engine: Engine) -> None:
         keys = NamespaceKeys("shop", 2)
         one, other = [name for name in (f"user {number}" for number in range(20)) if keys.partition_of(name) == 0][:2]
@@ -301,9 +301,7 @@ class TestSettings:
         await other.start()
         assert (await other.recommend(ask())).items
 
-    async def test_what_may_change_is_taken_over(
-        self, engine: Engine, make_engine: MakeEngine, client: Redis
-    ) -> None:
+    async def test_what_may_change_is_taken_over(self, engine: Engine, make_engine: MakeEngine, client: Redis) -> None:
         await engine.recommend(ask())
         changed = make_engine(alpha=0.7, user_rate=0.01)
         await changed.start()

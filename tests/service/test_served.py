@@ -111,7 +111,6 @@ class TestHolding:
         model.put([state(model, "a")])
         assert versions(model) == {"b": 1, "a": 1}
 
-
     @pytest.mark.xfail(
         strict=True,
         reason="service/served.py: put decides for all users of a call before it places any, so that those of one call "
@@ -223,7 +222,9 @@ class TestEpochs:
 @pytest.mark.parametrize("settings", [small(), small(**WIDE), small(preset="pooled")], ids=["narrow", "wide", "pooled"])
 def test_requests_scored_together_are_scored_as_alone(settings: MetaBanSettings) -> None:
     model = make_model(pool=4, settings=settings)
-    put_each(model, [state(model, name, 1 + place) for place, name in enumerate(("a", "b", "c", "d", "guest", "other"))])
+    put_each(
+        model, [state(model, name, 1 + place) for place, name in enumerate(("a", "b", "c", "d", "guest", "other"))]
+    )
     requests = [
         ask("a", 1), ask("guest", 5, 1), ask("stranger", 2, 2), ask("a", 7, 3), ask("d", 3, 4), ask("stranger", 3, 5),
     ]  # fmt: skip

@@ -212,12 +212,18 @@ class TestBurial:
         letters = await shop.dead_letters()
         assert [letter[b"dead_reason"] for letter in letters] == [
             b"the entry is not a reward event",
-            b"7 inputs do not fit the namespace's layout",
+            b"7 inputs and 0 notes do not fit the namespace's layout and learner",
         ]
         assert letters[0][b"hello"] == b"world"
         assert letters[1][b"u"] == b"b"
         assert await shop.streams.backlog() == await shop.pending() == 0
         assert (await shop.users.counters())["buried"] == 2
+
+    async def test_notes_of_another_learner_are_buried_at_once(self, shop: Workshop) -> None:
+        noted = make_event("b", 2, phi=np.ones(4, dtype=np.float32))
+        assert await shop.publisher().publish(0, await shop.give([make_event("a", 1), noted])) == 1
+        [letter] = await shop.dead_letters()
+        assert letter[b"dead_reason"] == b"3 inputs and 4 notes do not fit the namespace's layout and learner"
 
     async def test_only_misfits(self, shop: Workshop) -> None:
         await shop.redis.xadd(shop.keys.events(0), {"hello": "world"})
