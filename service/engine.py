@@ -7,8 +7,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self, final
+from urllib.parse import quote
 from uuid import uuid4
 
+import numpy as np
 import structlog
 import torch
 
@@ -34,7 +36,7 @@ from service.settings import Settings, SettingsError
 from store.connection import check_server, connect
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
-from store.errors import StoreError
+from store.errors import NamespaceConflict, StoreError
 from store.events import Enqueued, EventStream, RewardEvent
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
@@ -114,6 +116,11 @@ class Engine:
             raise InvalidInput(error.field, error.message) from error
         await serving.replica.ensure(command.user_id)
         scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs))
+        sound = np.isfinite(scores.mean + scores.bonus)
+        if not sound.all():
+            raise InvalidInput(
+                ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
+            )
         generator = decision_generator(self._record.seed, decision_id)
         slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, generator)
         decision = Decision(
@@ -253,7 +260,14 @@ class Engine:
                 f"namespace {record.name} has learners that a change of {told} would void: "
                 "set the old values, or use another METABAN_NAMESPACE"
             )
-        return await self._namespaces.replace_learner(record, wanted.to_json())
+        try:
+            return await self._namespaces.replace_learner(record, wanted.to_json())
+        except NamespaceConflict:
+            # Another service that starts at the same time was first.
+            current = await self._namespaces.load(record.name)
+            if current is None or current.revision == record.revision:
+                raise
+            return await self._reconcile(current, wanted)
 
 
 def learner_settings(settings: Settings) -> MetaBanSettings:
@@ -283,7 +297,8 @@ def _event(command: RewardCommand, decision: Decision | None, index: int) -> Rew
         return Rejection(index, "unknown-arm", "the decision did not choose this arm")
     item = decision.items[arms[arm_id]]
     return RewardEvent(
-        event_id=command.event_id or f"{decision.decision_id}:{arm_id}",
+        # A colon may stand in both ids; quoted, it ends the first.
+        event_id=command.event_id or f"{quote(decision.decision_id)}:{arm_id}",
         decision_id=decision.decision_id,
         user_id=decision.user_id,
         arm_id=arm_id,

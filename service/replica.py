@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextvars import Context
-from typing import final
+from typing import TypeVar, final
 
 import structlog
 
@@ -34,6 +34,7 @@ UNAVAILABLE_PAUSE_S = 0.25
 APPLIED_REMEMBERED = 65_536
 
 log = structlog.get_logger()
+Result = TypeVar("Result")
 
 
 @final
@@ -221,8 +222,9 @@ class Replica:
         ids = list(users)
         early: set[str] = set()
         for start in range(0, len(ids), LOAD_USERS):
-            states = await self._users.load(ids[start : start + LOAD_USERS])
-            early |= await self._put(states.values())
+            # Asked again for each part: the pool may be full by now.
+            part = [user for user in ids[start : start + LOAD_USERS] if self._model.wants(user)]
+            early |= await self._put((await self._users.load(part)).values())
         self._defer(dict.fromkeys(early, ()))
         return early
 
@@ -262,7 +264,9 @@ class Replica:
             ordered = sorted(wanted | set(self._deferred))
             for start in range(0, len(ordered), LOAD_USERS):
                 states += (await self._users.load(ordered[start : start + LOAD_USERS])).values()
-            await self._run(lambda: self._swap(epoch, states))
+            if not await self._run(lambda: self._swap(epoch, states)):
+                log.error("epoch refused", number=epoch.number, reason="not finite; the one before stays served")
+                return
             self._metrics.served_epoch.set(epoch.number)
             await self._serve_deferred()
             log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))
@@ -287,9 +291,11 @@ class Replica:
         for user, entries in waiting.items():
             self._deferred.setdefault(user, []).extend(entries)
 
-    def _swap(self, epoch: Epoch, states: list[UserState]) -> None:
-        self._model.adopt_epoch(epoch.number, epoch.events, epoch.tensors, epoch.members)
-        self._model.put([state for state in states if state.epoch <= epoch.number])
+    def _swap(self, epoch: Epoch, states: list[UserState]) -> bool:
+        adopted = self._model.adopt_epoch(epoch.number, epoch.events, epoch.tensors, epoch.members)
+        if adopted:
+            self._model.put([state for state in states if state.epoch <= epoch.number])
+        return adopted
 
     def _settle(self, entries: Iterable[tuple[int, str]]) -> None:
         for entry in entries:
@@ -300,6 +306,6 @@ class Replica:
         while len(self._seen) > APPLIED_REMEMBERED:
             self._seen.popitem(last=False)
 
-    async def _run(self, work: Callable[[], None]) -> None:
+    async def _run(self, work: Callable[[], Result]) -> Result:
         """Touch the model on the one thread that owns it."""
-        await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -99,8 +99,10 @@ class ServedModel:
 
     def adopt_epoch(
         self, number: int, events: int, tensors: Mapping[str, NDArray[np.generic]], members: Iterable[str]
-    ) -> None:
-        """Serve a new epoch; who is no longer in the pool is dropped until asked about."""
+    ) -> bool:
+        """Serve a new epoch, unless it is not finite; who is no longer in the pool is dropped until asked about."""
+        if not all(np.isfinite(array).all() for array in tensors.values()):
+            return False
         self._shared = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in tensors.items()}
         self._newborn = self.learner.newborn(self._shared)
         self.epoch_number, self.epoch_events = number, events
@@ -109,20 +111,25 @@ class ServedModel:
             for user in [user for user in self._pool.users if user not in self._members]:
                 self._pool.remove(user)
                 del self._standing[user]
+            for user in [user for user in self._guests if user in self._members]:
+                state, version = self._guests.pop(user)
+                self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()}, [version])
+        return True
 
     def put(self, states: Sequence[UserState]) -> None:
         """Take over states that are as new as what is held; a state that does not fit the learner is refused."""
-        fresh = [state for state in states if self._acceptable(state)]
-        for state in fresh:
-            self._standing[state.user_id] = Standing.of(state)
-        pooled = [state for state in fresh if self._into_pool(state.user_id)]
+        pooled: dict[str, UserState] = {}
+        for state in states:
+            if self._acceptable(state):
+                self._standing[state.user_id] = Standing.of(state)
+                if state.user_id in pooled or self._into_pool(state.user_id, len(pooled)):
+                    pooled[state.user_id] = state
+                else:
+                    self._put_guest(state)
         if pooled:
-            names = self.learner.fields
-            stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in pooled])) for name in names}
-            self._pool.put([state.user_id for state in pooled], stacked, [state.version for state in pooled])
-        for state in fresh:
-            if state.user_id not in self._pool:
-                self._put_guest(state)
+            names, held = self.learner.fields, pooled.values()
+            stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in held])) for name in names}
+            self._pool.put(list(pooled), stacked, [state.version for state in held])
 
     def remove(self, user: str) -> None:
         """Forget a user."""
@@ -176,10 +183,11 @@ class ServedModel:
             for name, shape in self.learner.fields.items()
         )
 
-    def _into_pool(self, user: str) -> bool:
+    def _into_pool(self, user: str, arriving: int) -> bool:
+        """Whether a user belongs into the pool, which others are arriving in too."""
         if user in self._pool or user in self._members:
             return True
-        return not self._members and len(self._pool) < self._pool_max and user not in self._guests
+        return not self._members and len(self._pool) + arriving < self._pool_max and user not in self._guests
 
     def _put_guest(self, state: UserState) -> None:
         tensors = {

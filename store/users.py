@@ -7,9 +7,9 @@ the incarnation. Both, with the store epoch, are the fence that makes every even
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 from redis.asyncio import Redis
@@ -34,6 +34,7 @@ from store.scripts import load_script
 #: Fields looked at by one step of a scan over the versions.
 SCAN_COUNT: Final = 1_000
 log = logging.getLogger(__name__)
+Decoded = TypeVar("Decoded")
 BEFORE_ALL: Final = "0-0"
 FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
     b"not-pending": "not-pending",
@@ -144,19 +145,13 @@ class UserStore:
         """The states of these users; users never learned are absent, and so are those whose state is damaged."""
         ids = list(dict.fromkeys(user_ids))
         replies = await pipeline(self._redis, map(self._state_command, ids))
-        states: dict[str, UserState] = {}
-        for user, reply in zip(ids, replies, strict=True):
-            try:
-                states |= _decode_states([user], [reply])
-            except CorruptRecord as error:
-                # One damaged user must not keep the others from being served.
-                log.error("%s", error)
-        return states
+        return _undamaged(_decode_states, ids, replies)
 
     async def load_samples(self, user_ids: Iterable[str]) -> dict[str, list[Sample]]:
-        """The samples kept of these users, oldest first; users without any are absent."""
+        """The samples kept of these users, oldest first; users without any, or with a damaged one, are absent."""
         ids = list(dict.fromkeys(user_ids))
-        return _decode_samples(ids, await pipeline(self._redis, map(self._samples_command, ids)))
+        replies = await pipeline(self._redis, map(self._samples_command, ids))
+        return _undamaged(_decode_samples, ids, replies)
 
     async def load_learners(self, user_ids: Iterable[str]) -> tuple[dict[str, UserState], dict[str, list[Sample]]]:
         """`load` and `load_samples` in one round trip: what an update of these users starts from.
@@ -320,6 +315,19 @@ class UserStore:
         key = self._keys.update_log(partition)
         rows = parse_entries(await command(self._redis, name, key, start, end, "COUNT", 1))
         return rows[0][0] if rows else BEFORE_ALL
+
+
+def _undamaged(
+    decode: Callable[[Sequence[str], Sequence[Any]], dict[str, Decoded]], ids: Sequence[str], replies: Sequence[Any]
+) -> dict[str, Decoded]:
+    """Decode user by user: one damaged record must not keep the others from being served."""
+    decoded: dict[str, Decoded] = {}
+    for user, reply in zip(ids, replies, strict=True):
+        try:
+            decoded |= decode([user], [reply])
+        except CorruptRecord as error:
+            log.error("user %r cannot be read: %s", user, error)
+    return decoded
 
 
 def _decode_states(ids: Sequence[str], replies: Sequence[Any]) -> dict[str, UserState]:

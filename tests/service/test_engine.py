@@ -41,8 +41,9 @@ def settings(**changes: Any) -> Settings:
 
 
 @pytest.fixture
-async def make_engine(redis: Redis, valkey_url: str) -> AsyncIterator[MakeEngine]:
+async def make_engine(redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeEngine]:
     """Makes engines, and stops them in the end."""
+    monkeypatch.setattr("service.replica.TAIL_BLOCK_MS", 100)
     made: list[Engine] = []
 
     def make(**changes: Any) -> Engine:
@@ -51,12 +52,8 @@ async def make_engine(redis: Redis, valkey_url: str) -> AsyncIterator[MakeEngine
 
     yield make
     for engine in made:
-        # What a stop may leave running after a lost cancellation is the replica's tests' business.
-        replica = None if engine._serving is None else engine._serving.replica
-        stopping = asyncio.create_task(engine.stop())
-        while not (await asyncio.wait([stopping], timeout=0.5))[0]:
-            for task in [] if replica is None else replica._tasks:
-                task.cancel()
+        async with asyncio.timeout(10):
+            await engine.stop()
 
 
 @pytest.fixture
@@ -269,11 +266,6 @@ class TestRewards:
         await engine.recommend(ask(decision_id="d"))
         assert (await engine.feedback([reward("d")], wait_applied=True)).applied is False
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="service/engine.py: the event id is decision and arm joined by a colon, which both may hold; rewards of "
-        "different decisions are taken for duplicates and lost",
-    )
     async def test_decisions_and_arms_with_colons_are_kept_apart(self, engine: Engine) -> None:
         for decision_id, arm in (("a", "b:c"), ("a:b", "c")):
             command = RecommendCommand("u", (ArmInput(arm, [1.0, 2.0, 3.0]),), None, 1, decision_id, decision_id)
@@ -314,11 +306,6 @@ class TestSettings:
         with pytest.raises(StoreError, match="2 partitions"):
             await make_engine(partitions=3).start()
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="service/engine.py: _reconcile compares and sets once; of two services restarted together with the same "
-        "new settings one does not start (NamespaceConflict)",
-    )
     async def test_services_restarted_together_with_changed_settings(
         self, engine: Engine, make_engine: MakeEngine
     ) -> None:
@@ -347,11 +334,6 @@ class TestHealth:
         assert (await engine.feedback([reward("d")], wait_applied=False)).rejected[0].code == "unknown-decision"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="service/engine.py: without standardised inputs a large feature makes scores that are not finite, and the "
-    "request fails with an error of the server's own (500) instead of one that names the field",
-)
 async def test_features_that_overflow_the_learner(make_engine: MakeEngine) -> None:
     engine = make_engine(standardize=False)
     await engine.start()

@@ -111,11 +111,6 @@ class TestHolding:
         model.put([state(model, "a")])
         assert versions(model) == {"b": 1, "a": 1}
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="service/served.py: put decides for all users of a call before it places any, so that those of one call "
-        "may exceed the pool by all but one",
-    )
     def test_the_pool_has_a_limit_however_many_arrive_at_once(self) -> None:
         model = make_model(pool=2)
         model.put([state(model, name, 2) for name in ("a", "b", "c", "d")])
@@ -156,7 +151,6 @@ class TestRefusals:
         model.remove("neighbour")
         np.testing.assert_array_equal(model.score([ask("a")])[0].mean, before.mean)
 
-    @pytest.mark.xfail(strict=True, reason="service/served.py: adopt_epoch takes tensors that are not finite")
     def test_an_epoch_that_is_not_finite(self) -> None:
         model = make_model()
         model.put([state(model, "a", 2)])
@@ -193,11 +187,6 @@ class TestEpochs:
         model.put([state(model, "b")])
         assert model.score([ask("a")])[0].group_size.max() == 2
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="service/served.py: a guest who becomes a member stays among the guests too, and their eviction there "
-        "forgets where they stand, so that the next change of the pool fails with KeyError",
-    )
     def test_a_guest_who_becomes_a_member_is_no_guest_any_more(self) -> None:
         model = make_model(pool=1, guests=2)
         put_each(model, [state(model, name) for name in ("a", "b")])
@@ -207,11 +196,6 @@ class TestEpochs:
         adopt(model, 2, ["c"])
         assert set(model.users()) == {"g1", "g2"}
 
-    @pytest.mark.xfail(
-        strict=True,
-        reason="service/served.py: a guest named as a member joins the pool only with their next event; the replica "
-        "does not load them either, since they are held",
-    )
     def test_a_guest_who_becomes_a_member_joins_the_groups_at_once(self) -> None:
         model = make_model(pool=1, settings=small(**WIDE))
         put_each(model, [state(model, name, 2) for name in ("a", "b")])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from store.codec import Sample
 from store.errors import CorruptRecord, FenceLost, StoreError
 from store.events import Delivery, EventStream
 from store.keys import NamespaceKeys
@@ -206,10 +207,19 @@ async def test_rebase_of_another_store(redis, keys, users: UserStore, make_state
     assert await picture() == before
 
 
-async def test_corrupt_state_names_the_user(redis, keys, users: UserStore):
-    await redis.hset(keys.user("ann"), mapping={"incarnation": 0, "version": 1, "epoch": 0, "state": b"junk"})
+async def test_a_damaged_user_is_named_and_holds_up_nobody(redis, keys, users: UserStore, make_state, caplog):
+    bob = make_state("bob", 1)
+    good = {"incarnation": 0, "version": 1, "epoch": 0, "state": bob.encode()}
+    await redis.hset(keys.user("ann"), mapping={**good, "state": b"junk"})
+    await redis.hset(keys.user("bob"), mapping=good)
+    await redis.rpush(keys.samples("ann"), b"junk")
+    await redis.rpush(keys.samples("bob"), Sample(np.ones(2, np.float32), 1.0, 1.0, 0, 0, "a").encode())
+    assert set(await users.load(["ann", "bob"])) == {"bob"}
+    assert set(await users.load_samples(["ann", "bob"])) == {"bob"}
+    assert caplog.text.count("'ann'") >= 2
+    # An update must not take a damaged user for a new one.
     with pytest.raises(CorruptRecord, match="ann"):
-        await users.load(["ann"])
+        await users.load_learners(["ann", "bob"])
 
 
 async def test_log_gap(redis, stream, record, make_event, make_state, neighbours):
