@@ -35,7 +35,7 @@ lint: $(VENV)/.development ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint ## lint, types and every test
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick
