@@ -32,11 +32,15 @@ from models.network import (
     output_factors,
     predict_all,
 )
-from models.normalizer import Moments, standardize
+from models.normalizer import Moments, standardize, unit, winsorize
 from models.settings import MetaBanSettings
 
-#: Inputs are first standardised at this many applied events, then at every doubling.
-FIRST_STANDARDIZATION_EVENTS = 16
+#: The first epoch, and with it the first standardisation, is due at this many applied events; then at every doubling.
+FIRST_EPOCH_EVENTS = 16
+
+#: Hidden units of all the pool's networks held at once while they predict, in numbers. Blocks of this size go back to
+#: the system at once; many of a few megabytes would stay with the allocator.
+HIDDEN_NUMBERS_MAX = 1 << 24
 
 #: Adapted networks held at once while scoring, in numbers; larger queries are scored in chunks of arms.
 ADAPTED_NUMBERS_MAX = 1 << 24
@@ -61,16 +65,13 @@ class MetaBanLearner(Learner):
         return shared
 
     def refit_due(self, epoch_events: int, total_events: int) -> bool:
-        return (
-            self.settings.standardize
-            and total_events >= FIRST_STANDARDIZATION_EVENTS
-            and total_events.bit_length() > epoch_events.bit_length()
-        )
+        return self.settings.standardize and doubled(epoch_events, total_events)
 
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         if not batches or not self.refit_due(epoch_events, total_events):
             return dict(shared)
-        moments = [Moments.of(batch.features.flatten(0, 1), batch.valid.flatten()) for batch in batches]
+        rows = [(batch.features.flatten(0, 1), batch.valid.flatten()) for batch in batches]
+        moments = [Moments.of(winsorize(features, valid), valid) for features, valid in rows]
         merged = moments[0]
         for other in moments[1:]:
             merged = merged.merge(other)
@@ -79,7 +80,8 @@ class MetaBanLearner(Learner):
 
     def inputs(self, shared: State, raw: Tensor) -> Tensor:
         """What the networks see of raw inputs [..., d]."""
-        return standardize(raw, shared["mean"], shared["scale"]) if self.settings.standardize else raw
+        x = standardize(raw, shared["mean"], shared["scale"]) if self.settings.standardize else raw
+        return unit(x) * self.settings.input_norm if self.settings.input_norm else x
 
     def adapt_users(self, start: Tensor, x: Tensor, batch: UserBatch) -> Tensor:
         """Algorithm 3, lines 2-8, of all users at once: J₁ full-batch steps from `start` [p] → θ̂ [B, p]."""
@@ -101,7 +103,9 @@ class MetaBanLearner(Learner):
         which may be older; so their row is left out here.
         """
         own = forward(self.shape, query.own["theta"][query.request], x.unsqueeze(1)).squeeze(1)  # [N]
-        near = relative_groups(predict_all(self.shape, pool["theta"], x), own, self.threshold)
+        size = max(1, HIDDEN_NUMBERS_MAX // max(1, pool["theta"].shape[0] * self.shape.width))
+        predictions = torch.cat([predict_all(self.shape, pool["theta"], arms) for arms in torch.split(x, size)])
+        near = relative_groups(predictions, own, self.threshold)
         rows = torch.arange(near.shape[1], device=near.device)
         return near & (rows != query.own_row[query.request].unsqueeze(-1))
 
@@ -168,7 +172,7 @@ class PaperLearner(MetaBanLearner):
         return {"theta": checkpoints[rows, chosen], "checkpoints": checkpoints, "fits": fits}
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
-        return self.refit_due(epoch_events, total_events)
+        return doubled(epoch_events, total_events)
 
     def score(self, shared: State, pool: State, query: Query) -> Scores:
         x = self.inputs(shared, query.arms)  # [N, d]
@@ -197,6 +201,11 @@ class PaperLearner(MetaBanLearner):
         adapted = shared["theta0"] - step * total  # [n, p] Θ_x
         mean, factors = output_factors(self.shape, adapted, x)
         return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])
+
+
+def doubled(epoch_events: int, total_events: int) -> bool:
+    """Whether the events have passed a power of two, 16 or more, since the epoch."""
+    return total_events >= FIRST_EPOCH_EVENTS and total_events.bit_length() > epoch_events.bit_length()
 
 
 def sample_shares(batch: UserBatch) -> tuple[Tensor, Tensor]:

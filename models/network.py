@@ -75,7 +75,7 @@ def predict_all(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:
     """
     networks, inputs = theta.shape[0], x.shape[0]
     first, *inner, last = weights(shape, theta)
-    hidden = torch.relu(x @ first.reshape(-1, shape.inputs).mT)  # [N, P·m]
+    hidden = torch.relu_(x @ first.reshape(-1, shape.inputs).mT)  # [N, P·m]
     hidden = hidden.view(inputs, networks, shape.width)  # [N, P, m]
     for matrix in inner:
         hidden = torch.relu((hidden.transpose(0, 1) @ matrix.mT).transpose(0, 1))  # [N, P, m]
@@ -118,6 +118,12 @@ def output_factors(shape: Shape, theta: Tensor, x: Tensor) -> tuple[Tensor, list
     return output.squeeze(-1), factors[::-1]
 
 
+def factor_norm(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """‖g‖₂ of a gradient given by its factors: [N]."""
+    squared = [delta.square().sum(-1) * hidden.square().sum(-1) for delta, hidden in factors]
+    return torch.stack(squared).sum(0).sqrt()
+
+
 def factor_distance(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> Tensor:
     """‖g_a − g_b‖₂ of two gradients given by their factors, without forming them.
 
@@ -143,6 +149,4 @@ def gradient_distance(shape: Shape, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
 
 def gradient_norm(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:
     """‖g(x_n; θ_n)‖₂ = (Σ_l ‖δ_l‖²·‖h_{l−1}‖²)^½: θ [N, p], x [N, d] → [N]."""
-    factors = output_factors(shape, theta, x)[1]
-    squared = torch.stack([delta.square().sum(-1) * hidden.square().sum(-1) for delta, hidden in factors])
-    return squared.sum(0).sqrt()
+    return factor_norm(output_factors(shape, theta, x)[1])

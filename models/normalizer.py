@@ -53,6 +53,25 @@ class Moments:
         return mean, torch.where(constant, torch.ones_like(deviation), deviation)
 
 
+#: Values further from a column's median than this many (robust) deviations are drawn in before moments are taken.
+OUTLIER_DEVIATIONS = 20.0
+#: The median absolute deviation of a normal distribution, as a share of its standard deviation.
+MEDIAN_DEVIATION_SHARE = 0.6745
+
+
+def winsorize(rows: Tensor, valid: Tensor) -> Tensor:
+    """Rows [n, d] with outliers drawn in, in float64: one absurd value must not blank its column for everybody.
+
+    A column of which more than half is one value has no robust deviation and is left as it is.
+    """
+    values = torch.where(valid.unsqueeze(-1), rows.to(torch.float64), torch.nan)
+    median = values.nanmedian(0).values  # [d]
+    deviation = (values - median).abs().nanmedian(0).values / MEDIAN_DEVIATION_SHARE  # [d]
+    reach = torch.where(deviation > 0, OUTLIER_DEVIATIONS * deviation, torch.inf)
+    drawn = torch.maximum(torch.minimum(values, median + reach), median - reach)
+    return torch.where(valid.unsqueeze(-1), drawn, 0.0)
+
+
 #: Standardised inputs beyond this many deviations are cut off: one absurd feature must not throw a network off.
 LARGEST_DEVIATION = 10.0
 
@@ -60,3 +79,10 @@ LARGEST_DEVIATION = 10.0
 def standardize(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """(x − mean) / scale, cut off at ±LARGEST_DEVIATION: x [..., d], mean and scale [d]."""
     return ((x - mean) / scale).clamp(-LARGEST_DEVIATION, LARGEST_DEVIATION)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / ‖x‖, and 0 for 0: x [..., d]. The largest entry is taken out first: squares overflow before norms do."""
+    largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    scaled = x / largest
+    return scaled / scaled.square().sum(-1, keepdim=True).sqrt().clamp_min(1)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from models.groups import union_by_request
 from models.learner import Query, Scores, State, UserBatch
-from models.metaban import MetaBanLearner
-from models.network import factor_distance, loss_gradient, output_factors
+from models.metaban import MetaBanLearner, doubled
+from models.network import factor_norm, loss_gradient, output_factors
 from models.settings import MetaBanSettings
 
 GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -68,7 +68,7 @@ class PooledLearner(MetaBanLearner):
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         overdue = total_events - epoch_events >= self.settings.epoch_events
-        return overdue or self.refit_due(epoch_events, total_events)
+        return overdue or doubled(epoch_events, total_events)
 
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         derived = super().derive(shared, batches, epoch_events, total_events)
@@ -88,10 +88,9 @@ class PooledLearner(MetaBanLearner):
         members = union_by_request(mask, query.request, query.requests)  # [R, P]
         theta = self.adapt_meta(shared, pool, query, members)[query.request]  # [N, p]
         mean, factors = output_factors(self.shape, theta, x)
-        zeros = [(torch.zeros_like(delta), torch.zeros_like(hidden)) for delta, hidden in factors]
         return Scores(
             mean,
-            self.settings.alpha * factor_distance(factors, zeros),
+            self.settings.alpha * factor_norm(factors),
             (members.sum(-1) + 1)[query.request],
             x.new_empty((x.shape[0], self.noted)),
         )

@@ -32,7 +32,7 @@ from service.metrics import Metrics
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
-from service.settings import Settings, SettingsError
+from service.settings import Settings, SettingsError, learner_settings
 from store.connection import check_server, connect
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
@@ -114,8 +114,8 @@ class Engine:
             inputs = assemble(serving.layout, features, command.context)
         except FeatureError as error:
             raise InvalidInput(error.field, error.message) from error
-        await serving.replica.ensure(command.user_id)
-        scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs))
+        loaded = await serving.replica.ensure(command.user_id)
+        scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
             raise InvalidInput(
@@ -167,7 +167,7 @@ class Engine:
         applied: bool | None = None
         if wait_applied:
             waits = [self._wait(event, entry) for event, entry in zip(events, stored, strict=True)]
-            applied = all(await asyncio.gather(*waits))
+            applied = bool(waits) and all(await asyncio.gather(*waits))
         accepted = sum(entry.status == "accepted" for entry in stored)
         return FeedbackOutcome(accepted, len(stored) - accepted, tuple(rejected), applied)
 
@@ -268,20 +268,6 @@ class Engine:
             if current is None or current.revision == record.revision:
                 raise
             return await self._reconcile(current, wanted)
-
-
-def learner_settings(settings: Settings) -> MetaBanSettings:
-    """The preset with what the environment overrides."""
-    names = ("alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1")
-    overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    overrides |= {"standardize": settings.standardize, "seed": settings.seed}
-    for name in settings.learner:
-        if name == "preset" or name in overrides:
-            raise SettingsError(f"METABAN_LEARNER: {name} has a variable of its own, METABAN_{name.upper()}")
-    try:
-        return MetaBanSettings.named(settings.preset, **overrides, **settings.learner)
-    except ValueError as error:
-        raise SettingsError(f"METABAN_LEARNER: {error}") from error
 
 
 def _event(command: RewardCommand, decision: Decision | None, index: int) -> RewardEvent | Rejection:

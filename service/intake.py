@@ -49,6 +49,8 @@ async def read_body(request: Request) -> bytes:
     # Not pedantry: a web page may send anything but JSON to a service on this machine without asking first.
     if not JSON_MEDIA.fullmatch(request.headers.get("content-type", "")):
         raise UnsupportedMedia("Send the body as JSON, with the header `Content-Type: application/json`.")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise UnsupportedMedia("Send the body as it is: compressed bodies are not read.")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()

@@ -95,14 +95,15 @@ class Replica:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def ensure(self, user: str) -> None:
-        """Have a user's state at hand if they have one, wherever they are."""
-        if user not in self._model:
-            await self.refresh(user)
+    async def ensure(self, user: str) -> UserState | None:
+        """Have a user's state at hand if they have one; what had to be loaded for it."""
+        return None if user in self._model else await self.refresh(user)
 
-    async def refresh(self, user: str) -> None:
-        """Serve the newest state of a user now."""
-        await self._put((await self._users.load([user])).values())
+    async def refresh(self, user: str) -> UserState | None:
+        """Serve the newest state of a user now, if they have one."""
+        states = await self._users.load([user])
+        await self._put(states.values())
+        return states.get(user)
 
     def saw(self, partition: int, entry_id: str) -> bool:
         """Whether an event's application came by in the log lately."""
@@ -150,7 +151,7 @@ class Replica:
                 if entries:
                     self._news[partition] = entries
                     await self._absorb_news()
-            except StoreError as error:
+            except Exception as error:
                 await self._pause(place, error)
 
     async def _follow_epochs(self, cursor: str) -> None:
@@ -163,15 +164,17 @@ class Replica:
                 if published:
                     await self._adopt_current()
                     cursor = published[-1][0]
-            except StoreError as error:
+            except Exception as error:
                 await self._pause("epochs", error)
 
-    async def _pause(self, place: str, error: StoreError) -> None:
+    async def _pause(self, place: str, error: Exception) -> None:
+        """Wait before trying again, whatever went wrong: a follower that ended would leave users behind for good."""
         if self._stopping:
             return
-        if not self._failing:
-            report = log.warning if isinstance(error, StoreUnavailable) else log.error
-            report("replica fell behind", following=place, error=str(error))
+        if not isinstance(error, StoreUnavailable):
+            log.error("replica cannot follow", following=place, exc_info=error)
+        elif not self._failing:
+            log.warning("replica fell behind", following=place, error=str(error))
         self._failing.add(place)
         await asyncio.sleep(UNAVAILABLE_PAUSE_S)
 

@@ -22,10 +22,14 @@ from store.users import UserState
 @final
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """The arms of one request as the learner sees them: inputs float32 [k, d]."""
+    """The arms of one request as the learner sees them, inputs float32 [k, d].
+
+    `loaded` is the asking user's state if it was loaded for this request: it may not be held any more, or not yet.
+    """
 
     user_id: str
     inputs: NDArray[np.float32]
+    loaded: UserState | None = None
 
 
 @final
@@ -141,7 +145,7 @@ class ServedModel:
     def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
         """Judge the arms of several requests in one pass."""
         counts = [request.inputs.shape[0] for request in requests]
-        own = [self._own(request.user_id) for request in requests]
+        own = [self._own(request) for request in requests]
         arms = np.concatenate([request.inputs for request in requests])
         query = Query(
             arms=torch.from_numpy(arms).to(self._device, self.learner.dtype),
@@ -164,20 +168,24 @@ class ServedModel:
         row = self._pool.row(user)
         return -1 if row is None else row
 
-    def _own(self, user: str) -> tuple[State, int]:
+    def _own(self, request: ScoreRequest) -> tuple[State, int]:
         """The state and events of an asking user, who may be new."""
+        user = request.user_id
         if user in self._pool:
             return self._pool.state(user), self._pool.events(user)
         if user in self._guests:
             self._guests.move_to_end(user)
             return self._guests[user]
+        if request.loaded is not None and self._fits(request.loaded):
+            return self._on_device(request.loaded), request.loaded.version
         return self._newborn, 0
 
     def _acceptable(self, state: UserState) -> bool:
         """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
         held = self._standing.get(state.user_id)
-        if held is not None and not held.precedes(Standing.of(state)):
-            return False
+        return (held is None or held.precedes(Standing.of(state))) and self._fits(state)
+
+    def _fits(self, state: UserState) -> bool:
         return all(
             name in state.tensors and state.tensors[name].shape == shape and np.isfinite(state.tensors[name]).all()
             for name, shape in self.learner.fields.items()
@@ -190,12 +198,14 @@ class ServedModel:
         return not self._members and len(self._pool) + arriving < self._pool_max and user not in self._guests
 
     def _put_guest(self, state: UserState) -> None:
-        tensors = {
-            name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
-            for name in self.learner.fields
-        }
-        self._guests[state.user_id] = (tensors, state.version)
+        self._guests[state.user_id] = (self._on_device(state), state.version)
         self._guests.move_to_end(state.user_id)
         while len(self._guests) > self._guests_max:
             oldest, _ = self._guests.popitem(last=False)
             del self._standing[oldest]
+
+    def _on_device(self, state: UserState) -> State:
+        return {
+            name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
+            for name in self.learner.fields
+        }

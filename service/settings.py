@@ -12,6 +12,9 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import AliasChoices, Field, JsonValue, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import SettingsError as BadSource
+
+from models.settings import MetaBanSettings
 
 #: A SHA-256 digest as `metaban key` prints it.
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
@@ -66,7 +69,7 @@ class Settings(BaseSettings):
     )
     alpha: float | None = Field(default=None, ge=0, le=1e6, description="Weight of the exploration bonus.")
     nu: float | None = Field(default=None, gt=1, le=1e6, description="Group tolerance ν of Eq. 4.")
-    gamma: float | None = Field(default=None, ge=0, le=1e6, description="Group gap γ of Eq. 4.")
+    gamma: float | None = Field(default=None, ge=0, lt=1, description="Group gap γ of Eq. 4.")
     width: int | None = Field(default=None, ge=1, le=4096, description="Units in each hidden layer, m.")
     depth: int | None = Field(default=None, ge=2, le=16, description="Layers, L.")
     user_steps: int | None = Field(default=None, ge=1, le=10_000, description="Steps of a user's learner, J₁.")
@@ -181,10 +184,26 @@ class Settings(BaseSettings):
         return bool(self.client_keys or self.admin_keys)
 
 
+def learner_settings(settings: Settings) -> MetaBanSettings:
+    """The preset with what the environment overrides."""
+    names = ("alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1")
+    overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+    overrides |= {"standardize": settings.standardize, "seed": settings.seed}
+    for name in settings.learner:
+        if name == "preset" or name in overrides:
+            raise SettingsError(f"METABAN_LEARNER: {name} has a variable of its own, METABAN_{name.upper()}")
+    try:
+        return MetaBanSettings.named(settings.preset, **overrides, **settings.learner)
+    except ValueError as error:
+        raise SettingsError(f"METABAN_LEARNER: {error}") from error
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Settings of the environment; what is wrong with them is one readable SettingsError."""
     try:
-        return Settings(**overrides)
+        settings = Settings(**overrides)
+    except BadSource as error:
+        raise SettingsError(f"{error}; it has to be JSON") from None
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False, include_context=False, include_input=False):
@@ -193,3 +212,5 @@ def load_settings(**overrides: Any) -> Settings:
             lines.append(f"{variable}: {problem['msg'].removeprefix('Value error, ')}")
         # Not chained: the original repeats the values, and some of them are secrets.
         raise SettingsError("\n".join(lines)) from None
+    learner_settings(settings)
+    return settings

@@ -45,16 +45,20 @@ def connect(url: str, *, socket_timeout_s: float = 5.0, max_connections: int = 1
     The client never retries: a command whose reply got lost may have been executed, and an XADD sent twice is
     two events. At `max_connections` callers wait for a free connection instead of failing.
     """
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=socket_timeout_s,
-        socket_timeout=socket_timeout_s,
-        socket_connect_timeout=socket_timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        retry_on_error=[],
-        decode_responses=False,
-    )
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=socket_timeout_s,
+            socket_timeout=socket_timeout_s,
+            socket_connect_timeout=socket_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            retry_on_error=[],
+            decode_responses=False,
+        )
+    except ValueError as error:
+        # Its text is the driver's, about the part of the URL it stumbled over, never the password.
+        raise StoreError(f"the URL of the store cannot be used: {error}") from None
     return Redis.from_pool(pool)
 
 

@@ -30,6 +30,7 @@ class Epoch:
     tensors: dict[str, np.ndarray]
     members: tuple[str, ...]  # candidate pool; empty means all users
     created_ms: int
+    refitted: int = 0  # number of the last epoch under which every user had to be fitted again
 
     def encode(self) -> bytes:
         fields = {
@@ -37,6 +38,7 @@ class Epoch:
             "events": self.events,
             "members": list(self.members),
             "created_ms": self.created_ms,
+            "refitted": self.refitted,
         }
         return encode_tensors(self.tensors, {"epoch": json.dumps(fields)})
 
@@ -54,6 +56,7 @@ class Epoch:
                 tensors=tensors,
                 members=tuple(members),
                 created_ms=as_int(fields["created_ms"]),
+                refitted=as_int(fields["refitted"]),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptRecord(f"not an epoch: {error!r}") from error

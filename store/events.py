@@ -266,7 +266,12 @@ class EventStream:
     async def count_attempt(self, delivery: Delivery) -> int:
         """Count an attempt made on this event alone; 0 when the event is gone."""
         keys = [self._keys.events(delivery.partition), self._keys.attempts(delivery.partition)]
-        return as_int(await self._attempt.call(keys, [delivery.entry_id]))
+        return as_int(await self._attempt.call(keys, [delivery.entry_id, 1]))
+
+    async def forgive_attempt(self, delivery: Delivery) -> None:
+        """Take back an attempt that failed for no fault of the event's."""
+        keys = [self._keys.events(delivery.partition), self._keys.attempts(delivery.partition)]
+        await self._attempt.call(keys, [delivery.entry_id, -1])
 
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> None:
         """Move an event that is given up to the dead letters; FenceLost when it is not this consumer's."""

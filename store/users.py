@@ -147,6 +147,12 @@ class UserStore:
         replies = await pipeline(self._redis, map(self._state_command, ids))
         return _undamaged(_decode_states, ids, replies)
 
+    async def fitted_under(self, user_ids: Iterable[str]) -> dict[str, int]:
+        """The number of the epoch that each of these users was last fitted under."""
+        ids = list(dict.fromkeys(user_ids))
+        replies = await pipeline(self._redis, [("HGET", self._keys.user(user), "epoch") for user in ids])
+        return {user: as_int(reply) for user, reply in zip(ids, replies, strict=True) if reply is not None}
+
     async def load_samples(self, user_ids: Iterable[str]) -> dict[str, list[Sample]]:
         """The samples kept of these users, oldest first; users without any, or with a damaged one, are absent."""
         ids = list(dict.fromkeys(user_ids))

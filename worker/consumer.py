@@ -50,6 +50,7 @@ class Consumer:
         self._publisher = publisher
         self._stopping = stopping
         self._on_applied = on_applied
+        self._on_trial: Delivery | None = None
 
     async def run(self) -> None:
         """Consume until asked to stop; the batch at hand is finished first."""
@@ -69,15 +70,23 @@ class Consumer:
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
 
     async def _take_over(self) -> None:
+        if self._on_trial is not None:
+            await self._streams.forgive_attempt(self._on_trial)
+            self._on_trial = None
         stalled = await self._streams.claim_stalled(
             self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS
         )
         for delivery in stalled:
+            if self._stopping.is_set():
+                return
             attempt = await self._streams.count_attempt(delivery)
             if attempt > SOLO_ATTEMPTS_MAX:
                 await self._give_up(delivery)
             elif attempt:
+                # Counted before it is tried, since the event may kill the process; an outage is not its fault.
+                self._on_trial = delivery
                 await self._learn([delivery])
+                self._on_trial = None
 
     async def _learn(self, deliveries: list[Delivery]) -> None:
         try:

@@ -58,6 +58,7 @@ class MetaTrainer:
         self._partitions = partitions
         self._candidate_pool = candidate_pool
         self._applied: dict[int, int] = {}
+        self._swept = 0
         self._woken = asyncio.Event()
 
     def count(self, partition: int, applied: int) -> None:
@@ -95,13 +96,16 @@ class MetaTrainer:
         current = self._model.epoch
         self._applied = await self._users.applied()
         total = sum(self._applied.values())
-        if self._model.epoch_published and not await self._due(trainer, current, total):
+        due = not self._model.epoch_published or await self._due(trainer, current, total)
+        if not due and self._swept >= current.refitted:
             return
         if not await self._epochs.acquire_lease(self._token, LEASE_MS):
             return
         heartbeat = asyncio.create_task(self._keep_lease())
         try:
-            if self._model.epoch_published:
+            if not due:
+                await self._sweep(trainer, current)
+            elif self._model.epoch_published:
                 await self._advance(trainer, current, total)
             else:
                 await self._publish(Epoch(0, 0, _arrays(current), (), _now_ms()))
@@ -138,27 +142,37 @@ class MetaTrainer:
             # Everyone starts from it and the next one is derived from it: there would be no way back.
             log.error("derived epoch is not finite; the one before is kept", number=current.number + 1)
             tensors = current.tensors
-        derived = SharedEpoch(current.number + 1, total, tuple(members), tensors)
+        number = current.number + 1
         refit = trainer.learner.refit_due(current.events, total)
+        derived = SharedEpoch(number, total, tuple(members), tensors, number if refit else current.refitted)
         if refit and not await self._refit(trainer, derived, user_ids):
             return
-        if await self._publish(Epoch(derived.number, total, _arrays(derived), derived.members, _now_ms())) and refit:
-            await self._model.refresh_epoch()
-            # Events applied between their user's refit and the publication were still fitted under the old epoch.
-            await self._refit(trainer, derived, await self._user_ids())
+        epoch = Epoch(number, total, _arrays(derived), derived.members, _now_ms(), derived.refitted)
+        if await self._publish(epoch) and refit:
+            await self._sweep(trainer, derived)
+
+    async def _sweep(self, trainer: Trainer, epoch: SharedEpoch) -> None:
+        """Fit again whoever was left behind by an epoch that is out, until nobody is.
+
+        Events applied between their user's refit and the publication were still fitted under the epoch before; and the
+        trainer that published may have died before it got here, so every process looks once after each such epoch.
+        """
+        if await self._refit(trainer, epoch, await self._user_ids()):
+            self._swept = epoch.refitted
 
     async def _user_ids(self) -> list[str]:
         return [user for partition in range(self._partitions) for user in await self._users.versions(partition)]
 
     async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str]) -> bool:
-        """Fit again all users that were fitted under an older epoch; False when the lease was lost."""
+        """Fit again all users that were fitted under older inputs; False when the lease was lost."""
         ordered = sorted(user_ids)
         loop = asyncio.get_running_loop()
         for start in range(0, len(ordered), REFIT_USERS):
             if not await self._epochs.renew_lease(self._token, LEASE_MS):
                 return False
-            states = await self._users.load(ordered[start : start + REFIT_USERS])
-            stale = {user: state for user, state in states.items() if state.epoch < epoch.number}
+            fitted_under = await self._users.fitted_under(ordered[start : start + REFIT_USERS])
+            behind = [user for user, number in fitted_under.items() if number < epoch.refitted]
+            stale = await self._users.load(behind)
             pupils = await self._pupils({user: state.version for user, state in stale.items()})
             if not pupils:
                 continue

@@ -24,12 +24,13 @@ NAMESPACE_POLL_S = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class SharedEpoch:
-    """Shared state on the device, with the number and the applied events of its epoch."""
+    """Shared state on the device, with what its epoch says of itself."""
 
     number: int
     events: int
     members: tuple[str, ...]
     tensors: State
+    refitted: int = 0
 
 
 @final
@@ -91,7 +92,7 @@ class NamespaceModel:
     def on_device(self, epoch: Epoch) -> SharedEpoch:
         """A published epoch as tensors."""
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in epoch.tensors.items()}
-        return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors)
+        return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors, epoch.refitted)
 
     def _adopt(self, record: NamespaceRecord, published: Epoch | None) -> None:
         self._record = record

@@ -16,8 +16,7 @@ from bench.environments import Round, SyntheticGroups
 from bench.harness import LocalLoop, plain_layout
 from models.exploration import build_policy
 from models.settings import MetaBanSettings
-from service.engine import learner_settings
-from service.settings import Settings
+from service.settings import Settings, learner_settings
 
 SEED = 7
 ROUNDS = 600

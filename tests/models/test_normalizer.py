@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.normalizer import LARGEST_DEVIATION, Moments, standardize
+from models.normalizer import LARGEST_DEVIATION, Moments, standardize, unit, winsorize
 
 
 def moments(rows: np.ndarray, valid: np.ndarray | None = None) -> Moments:
@@ -113,3 +113,41 @@ def test_standardised_inputs_have_no_mean_and_unit_spread() -> None:
     seen = standardize(rows, *moments(rows.numpy()).transform())
     np.testing.assert_allclose(seen.mean(0).numpy(), 0, atol=1e-9)
     np.testing.assert_allclose(seen.std(0, unbiased=False).numpy(), 1, rtol=1e-9)
+
+
+def test_one_absurd_value_does_not_blank_its_column() -> None:
+    rows = torch.randn(64, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows[5, 1] = 1e30
+    rows[7, 2] = -1e30
+    valid = torch.ones(64, dtype=torch.bool)
+    mean, scale = Moments.of(winsorize(rows, valid), valid).transform()
+    assert mean.abs().max() < 1
+    assert scale.max() < 5
+    assert torch.equal(winsorize(rows, valid)[:, 0], rows[:, 0])
+
+
+def test_what_does_not_count_does_not_draw_anything_in() -> None:
+    rows = torch.tensor([[1.0], [2.0], [3.0], [1e9]])
+    valid = torch.tensor([True, True, True, False])
+    assert winsorize(rows, valid)[:3].flatten().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rare_values_are_no_outliers() -> None:
+    rows = torch.zeros(100, 1)
+    rows[3] = 1.0
+    assert torch.equal(winsorize(rows, torch.ones(100, dtype=torch.bool)), rows.double())
+
+
+@given(
+    values=st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6),
+    scale=st.sampled_from([1.0, 1e-20, 1e7]),
+)
+def test_inputs_of_any_size_become_unit_vectors(values: list[float], scale: float) -> None:
+    x = torch.tensor(values, dtype=torch.float32) * scale
+    found = unit(x).double()
+    if x.abs().max() < 1e-37:
+        assert found.norm() <= 1.0 + 1e-5
+    else:
+        assert abs(found.norm().item() - 1) < 1e-5
+        direction = x.double() / x.double().norm()
+        assert torch.allclose(found, direction, atol=1e-5)

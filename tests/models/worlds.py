@@ -53,8 +53,15 @@ class World:
 
 
 def learner_settings(**changes: Any) -> MetaBanSettings:
-    """Preset `paper` at a size for tests, without clipping or standardised inputs unless asked for."""
-    defaults = {"width": 6, "user_steps": 2, "meta_steps": 2, "clip_norm": NO_CLIPPING, "standardize": False}
+    """Preset `paper` at a size for tests, without clipping or inputs changed unless asked for."""
+    defaults = {
+        "width": 6,
+        "user_steps": 2,
+        "meta_steps": 2,
+        "clip_norm": NO_CLIPPING,
+        "standardize": False,
+        "input_norm": 0.0,
+    }
     return MetaBanSettings.named("paper", **{**defaults, **changes})
 
 
@@ -112,6 +119,7 @@ def worlds(draw: st.DrawFn) -> World:
         # Small enough for a logarithm below 0 too, never just at 0, where the root of it has no derivative.
         log_constant=draw(st.sampled_from([7e-4, 1.0, 3.0])),
         standardize=standardized,
+        input_norm=draw(st.sampled_from([0.0, 0.0, 1.0, 2.24])),
         seed=draw(st.integers(0, 2**31)),
     )
     world = World(chosen, d, people, pool, requests)
@@ -128,9 +136,9 @@ def literal_of(world: World, theta0: Tensor) -> LiteralMetaBan:
     mean, scale = world.mean, world.scale
 
     def prepare(x: Tensor) -> Tensor:
-        if mean is None or scale is None:
-            return x
-        return ((x - mean) / scale).clamp(-LARGEST_DEVIATION, LARGEST_DEVIATION)
+        if mean is not None and scale is not None:
+            x = ((x - mean) / scale).clamp(-LARGEST_DEVIATION, LARGEST_DEVIATION)
+        return x / x.norm() * world.settings.input_norm if world.settings.input_norm else x
 
     literal = LiteralMetaBan(LiteralSettings(inputs=world.inputs, **shared), theta0.to(torch.float64), prepare=prepare)
     for name, past in world.people.items():

@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 
 from models.settings import MetaBanSettings
 from service.contracts import ArmInput, RecommendCommand, RewardCommand
-from service.engine import Engine, learner_settings
+from service.engine import Engine
 from service.errors import DecisionConflict, InvalidInput
 from service.metrics import Metrics
-from service.settings import Settings, SettingsError
+from service.settings import Settings, SettingsError, learner_settings
 from store.errors import StoreError
 from store.events import EventStream
 from store.keys import NamespaceKeys

@@ -243,6 +243,27 @@ class TestOutages:
 
         await soon(served)
 
+    async def test_an_error_of_any_kind_does_not_end_it(
+        self, shop: Workshop, watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watched = watch()
+        await watched.replica.start()
+        put, failures = watched.model.put, iter(range(2))
+
+        def put_later(states: list[UserState]) -> None:
+            if next(failures, None) is not None:
+                raise KeyError("unheard of")
+            put(states)
+
+        monkeypatch.setattr(watched.model, "put", put_later)
+        await shop.learn({"a": 2})
+        await watched.serves("a", 2)
+
+        async def healthy() -> bool:
+            return watched.replica.healthy
+
+        await soon(healthy)
+
     async def learn_through(self, shop: Workshop, plan: dict[str, int], *, first: int) -> None:
         """Killed connections of the pool are found out one by one."""
         for _ in range(20):

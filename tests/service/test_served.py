@@ -102,6 +102,18 @@ class TestHolding:
         model.put([state(model, "g2", 2)])
         assert set(model.users()) == {"pool", "g2", "g3"}
 
+    def test_a_state_loaded_for_the_request_serves_a_user_who_is_not_held(self) -> None:
+        model = make_model(pool=1, guests=1)
+        put_each(model, [state(model, "pool"), state(model, "veteran", 9), state(model, "other")])
+        assert model.score([ask("veteran")])[0].user_events == 0
+        held = make_model(pool=1, guests=1)
+        put_each(held, [state(held, "pool"), state(held, "veteran", 9)])
+        request = ask("veteran")
+        loaded = ScoreRequest(request.user_id, request.inputs, state(model, "veteran", 9))
+        answer, expected = model.score([loaded])[0], held.score([request])[0]
+        assert answer.user_events == 9
+        np.testing.assert_allclose(answer.mean, expected.mean, rtol=1e-6)
+
     def test_forgotten_users_are_strangers(self) -> None:
         model = make_model(pool=2)
         put_each(model, [state(model, name) for name in ("a", "b", "guest")])
@@ -164,7 +176,7 @@ class TestEpochs:
         model = make_model()
         model.put([state(model, "a", 2)])
         before = model.score([ask("a")])[0]
-        adopt(model, 4, scale=np.full(INPUTS, 3.0, dtype=np.float32))
+        adopt(model, 4, scale=np.arange(1, INPUTS + 1, dtype=np.float32))
         after = model.score([ask("a")])[0]
         assert (before.epoch, after.epoch) == (0, 4)
         assert not np.allclose(before.mean, after.mean)

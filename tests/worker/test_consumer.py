@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from store.connection import connect
-from store.errors import StoreReset
+from store.errors import StoreReset, StoreUnavailable
 from store.events import Delivery
 from store.users import UserState, UserUpdate
 from tests.worker import workshop
@@ -173,6 +173,25 @@ class TestGivingUp:
         assert sizes[0] == 4
         assert set(sizes[1:]) == {1}
         assert len(sizes) == 1 + 3 + consumer_module.SOLO_ATTEMPTS_MAX
+
+    async def test_an_outage_is_no_fault_of_the_event(self, shop: Workshop) -> None:
+        publisher = shop.publisher("c1")
+        real, outages = publisher.publish, iter(range(2 * consumer_module.SOLO_ATTEMPTS_MAX))
+
+        async def publish(partition: int, deliveries: Sequence[Delivery]) -> int | None:
+            if next(outages, None) is not None:
+                raise StoreUnavailable("away")
+            return await real(partition, deliveries)
+
+        publisher.publish = publish
+        await shop.give([make_event("a", 1)], consumer="dead")
+        work = asyncio.create_task(shop.consumer("c1", publisher=publisher).run())
+        await soon(lambda: drained(shop))
+        shop.stopping.set()
+        await work
+        assert next(outages, None) is None
+        assert await shop.dead_letters() == []
+        assert await shop.versions() == {"a": 1}
 
     async def test_innocents_of_other_partitions_stay_out_of_the_dead_letters(
         self, open_workshop: OpenWorkshop

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from models.learner import Learner, State, UserBatch
 from models.presets import build_learner
@@ -91,7 +92,7 @@ async def test_epochs_and_trainers_are_not_mixed(busy: tuple[Executor, Event]) -
     trainer, sizes = watched()
     other, other_sizes = watched()
     old, new = epoch_of(trainer.learner, 0), epoch_of(trainer.learner, 1)
-    new.tensors["scale"] = new.tensors["scale"] * 3
+    new.tensors["scale"] = torch.arange(1.0, len(new.tensors["scale"]) + 1)
     desk = FittingDesk(compute)
     tasks = await all_waiting(
         desk.fit(trainer, old, pupils("first")),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from store.epochs import Epoch
+from store.users import UserState
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import Workshop, small, soon
 from worker import meta as meta_module
@@ -179,6 +180,20 @@ class TestMovingUsers:
         await meta._tick()
         assert await shop.versions() == {"a": 10, "b": 8}
         await everyone_is_fitted(shop, 1)
+
+    async def test_whoever_a_dead_trainer_left_behind_is_fitted_by_the_next(self, shop: Workshop) -> None:
+        first = shop.meta("first")
+        await first._tick()
+        await shop.learn({"a": 8, "b": 8})
+        # An event is fitted under the old epoch by a process that does not learn of the new one in time ...
+        stale = await shop.users.load(["a"])
+        await first._tick()
+        old = UserState("a", 0, 8, 0, stale["a"].tensors)
+        await shop.redis.hset(shop.keys.user("a"), mapping={"epoch": 0, "state": old.encode()})
+        # ... and nobody ends the sweep: the next trainer, in another process, looks for itself.
+        await shop.meta("second", model=shop.new_model())._tick()
+        await everyone_is_fitted(shop, 1)
+        assert await shop.versions() == {"a": 8, "b": 8}
 
     async def test_a_user_that_is_new_since_the_refit_is_fitted_after(self, shop: Workshop) -> None:
         meta = shop.meta()
