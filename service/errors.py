@@ -114,6 +114,9 @@ class UnknownDecision(ServiceError):
     slug = "unknown-decision"
     title = "Unknown decision"
 
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, errors=[FieldError("decision_id", detail)])
+
 
 @final
 class BodyTimeout(ServiceError):
@@ -131,6 +134,9 @@ class DecisionConflict(ServiceError):
     status = 409
     slug = "decision-conflict"
     title = "Decision conflict"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, errors=[FieldError("decision_id", detail)])
 
 
 @final

@@ -143,13 +143,3 @@ class Sample:
             raise CorruptRecord("the arm id of a sample is not text") from error
         numbers = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
         return Sample(numbers[:d], reward, propensity, epoch, received_ms, arm_id, numbers[d:])
-
-
-def encode_sample(sample: Sample) -> bytes:
-    """`sample.encode()`, as a function."""
-    return sample.encode()
-
-
-def decode_sample(blob: bytes) -> Sample:
-    """`Sample.decode`, as a function."""
-    return Sample.decode(blob)

@@ -183,10 +183,6 @@ class EventStream:
         fields = [part for event in events for pair in event.encode().items() for part in pair]
         return keys, [self._limit, self._window_ms, len(fields) // len(events), *fields]
 
-    async def ensure_groups(self) -> None:
-        """Create the consumer group of every partition that lacks it, at the beginning of its stream."""
-        await create_groups(self._redis, self._keys, range(self._keys.partitions))
-
     async def read(self, partition: int, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
         """Entries that no consumer was given yet; waits at most `block_ms`, and below the socket time-out."""
         key = self._keys.events(partition)

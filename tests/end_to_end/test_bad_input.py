@@ -41,7 +41,7 @@ CASES: list[tuple[str, bytes, int, str | None]] = [
     ("/recommend", recommend(k=3), 422, "k"),
     ("/recommend", recommend(context=[1.0]), 422, "context"),
     ("/recommend", BIG, 413, None),
-    ("/feedback", feedback(decision_id="never-made"), 404, None),
+    ("/feedback", feedback(decision_id="never-made"), 404, "decision_id"),
     ("/feedback", feedback(reward=1.5), 422, "reward"),
     ("/feedback", feedback(reward=-0.1), 422, "reward"),
     ("/feedback", feedback(reward="1"), 422, "reward"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from store import codec
-from store.codec import DTYPES, Sample, decode_sample, decode_tensors, encode_sample, encode_tensors
+from store.codec import DTYPES, Sample, decode_tensors, encode_tensors
 from store.decisions import DecidedItem, Decision
 from store.epochs import Epoch
 from store.errors import CorruptRecord
@@ -33,7 +33,7 @@ SAMPLES = st.builds(
 ITEM = DecidedItem("arm", 1, 0.5, 0.4, 0.1, 0.98, 3)
 RECORDS = [
     (encode_tensors({"a": np.eye(3), "b": np.zeros(0, np.float32)}, {"k": "v"}), decode_tensors),
-    (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm").encode(), decode_sample),
+    (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm").encode(), Sample.decode),
     (Epoch(1, 2, {"mu": np.ones(4)}, ("ann",), 5).encode(), Epoch.decode),
     (
         Decision(
@@ -78,12 +78,12 @@ def test_what_cannot_be_held():
         with pytest.raises(ValueError, match=r"dtype|metadata"):
             encode_tensors(tensors, metadata)
     with pytest.raises(ValueError, match="vector"):
-        encode_sample(Sample(np.zeros((2, 2), np.float32), 0.0, 1.0, 0, 0, "arm"))
+        Sample(np.zeros((2, 2), np.float32), 0.0, 1.0, 0, 0, "arm").encode()
 
 
 @given(SAMPLES)
 def test_sample_round_trip(sample):
-    back = decode_sample(encode_sample(sample))
+    back = Sample.decode(sample.encode())
     assert np.array_equal(back.features, sample.features)
     for name in ("reward", "propensity", "epoch", "received_ms", "arm_id"):
         assert getattr(back, name) == getattr(sample, name)

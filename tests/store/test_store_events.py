@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from store.errors import BacklogFull, CorruptRecord, FenceLost, StoreError, StoreReset
-from store.events import EventStream, RewardEvent
+from store.events import EventStream, RewardEvent, create_groups
 from store.keys import LEARNERS, NamespaceKeys
 
 
@@ -182,7 +182,7 @@ async def test_missing_group_is_healed(redis: Redis, stream: EventStream, keys, 
     await redis.delete(keys.events(0))
     assert await stream.claim_stalled(0, "two", min_idle_ms=0, count=9) == []
     assert await stream.pending(0) == 0
-    await stream.ensure_groups()
+    await create_groups(stream._redis, stream._keys, range(stream._keys.partitions))
     assert len(await redis.xinfo_groups(keys.events(0))) == 1
 
 
