@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from service.app import create_app
 from service.metrics import Metrics
+from service.protocol import BoundedHeadProtocol
 from service.settings import Settings
 from service.supervisor import Supervisor
 from store.connection import check_server, connect
@@ -124,6 +125,7 @@ async def _serve_requests(app: FastAPI, listener: socket.socket, started: Callab
         app,
         # The engine is started here, so that its errors arrive as they are and not as uvicorn's log lines.
         lifespan="off",
+        http=BoundedHeadProtocol,
         log_config=None,
         access_log=False,
         server_header=False,
