@@ -147,6 +147,7 @@ class EventStream:
         self._enqueue = load_script(redis, "enqueue")
         self._attempt = load_script(redis, "attempt")
         self._bury = load_script(redis, "bury")
+        self._keep = load_script(redis, "keep")
         self._release = load_script(redis, "release")
 
     async def enqueue(self, events: Sequence[RewardEvent]) -> list[Enqueued]:
@@ -258,6 +259,10 @@ class EventStream:
             ([self._keys.events(partition)], [LEARNERS, consumer]) for partition in range(self._keys.partitions)
         )
         return all(replies)
+
+    async def keep(self, partition: int, consumer: str, entry_ids: Sequence[str]) -> int:
+        """Say that these deliveries are still being worked on; how many of them are still the consumer's."""
+        return as_int(await self._keep.call([self._keys.events(partition)], [LEARNERS, consumer, *entry_ids]))
 
     async def count_attempt(self, delivery: Delivery) -> int:
         """Count an attempt made on this event alone; 0 when the event is gone."""

@@ -9,7 +9,7 @@ from typing import final
 
 import structlog
 
-from store.errors import FenceLost, StoreReset, StoreUnavailable
+from store.errors import FenceLost, StoreError, StoreReset, StoreUnavailable
 from store.events import Delivery, EventStream
 from worker.publisher import Publisher
 
@@ -89,6 +89,8 @@ class Consumer:
                 self._on_trial = None
 
     async def _learn(self, deliveries: list[Delivery]) -> None:
+        finished = asyncio.Event()
+        heartbeat = asyncio.create_task(self._keep(deliveries, finished))
         try:
             applied = await self._publisher.publish(self._partition, deliveries)
             if applied is not None:
@@ -98,6 +100,24 @@ class Consumer:
         except Exception:
             # Left pending: taken over once stalled, then alone, so that one bad event cannot hold up its neighbours.
             log.exception("events not applied", partition=self._partition, events=len(deliveries))
+        finally:
+            finished.set()
+            await heartbeat
+
+    async def _keep(self, deliveries: list[Delivery], finished: asyncio.Event) -> None:
+        """While a long fit is under way, keep others from taking its events for stalled."""
+        entry_ids = [delivery.entry_id for delivery in deliveries]
+        while True:
+            try:
+                async with asyncio.timeout(STALLED_AFTER_MS / 3_000):
+                    await finished.wait()
+                return
+            except TimeoutError:
+                pass
+            try:
+                await self._streams.keep(self._partition, self._name, entry_ids)
+            except StoreError as error:
+                log.warning("events may be taken over", partition=self._partition, error=str(error))
 
     async def _give_up(self, delivery: Delivery) -> None:
         reason = f"not applied after {SOLO_ATTEMPTS_MAX} attempts"

@@ -186,6 +186,20 @@ async def test_missing_group_is_healed(redis: Redis, stream: EventStream, keys, 
     assert len(await redis.xinfo_groups(keys.events(0))) == 1
 
 
+async def test_what_is_worked_on_is_kept(redis: Redis, stream: EventStream, make_event):
+    await stream.enqueue([make_event("ann", "e1")])
+    partition = stream._keys.partition_of("ann")
+    [delivery] = await stream.read(partition, "one", count=9, block_ms=0)
+    await asyncio.sleep(0.05)
+    assert await stream.keep(partition, "one", [delivery.entry_id]) == 1
+    assert await stream.claim_stalled(partition, "two", min_idle_ms=40, count=9) == []
+    await asyncio.sleep(0.05)
+    [taken] = await stream.claim_stalled(partition, "two", min_idle_ms=40, count=9)
+    assert taken.deliveries == 2  # keeping is no delivery
+    assert await stream.keep(partition, "one", [delivery.entry_id]) == 0
+    assert await stream.claim_stalled(partition, "one", min_idle_ms=40, count=9) == []  # nor was it taken back
+
+
 async def test_read_after_flushall(redis: Redis, stream: EventStream):
     await redis.flushall()
     with pytest.raises(StoreReset):

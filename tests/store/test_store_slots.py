@@ -58,6 +58,7 @@ async def use_every_script(redis: Redis) -> None:
     for partition in range(3):
         [buried, *rest] = await stream.read(partition, "one", count=99, block_ms=0)
         await stream.count_attempt(buried)
+        assert await stream.keep(partition, "one", [buried.entry_id, "1-1"]) == 1
         await stream.bury(buried, "one", "test")
         states = [UserState(d.event.user_id, 0, 1, 0, {"b": x}) for d in rest if d.event]
         updates = [

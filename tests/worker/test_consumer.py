@@ -133,6 +133,27 @@ class TestTakingOver:
         await shop.publisher("slow").publish(0, deliveries)
         assert await shop.versions() == {"a": 1}
 
+    async def test_a_fit_longer_than_the_stall_is_not_taken_over(self, shop: Workshop) -> None:
+        publisher = shop.publisher("slow")
+        real, begun = publisher.publish, asyncio.Event()
+
+        async def publish(partition: int, deliveries: Sequence[Delivery]) -> int | None:
+            begun.set()
+            await asyncio.sleep(10 * consumer_module.STALLED_AFTER_MS / 1_000)
+            return await real(partition, deliveries)
+
+        publisher.publish = publish
+        await shop.streams.enqueue([make_event("a", 1), make_event("b", 2)])
+        work = asyncio.create_task(shop.consumer("slow", publisher=publisher).run())
+        await begun.wait()
+        sizes: list[int] = []
+        async with at_work(shop, "c1", watch=sizes):
+            await soon(lambda: drained(shop))
+        await work
+        assert sizes == []
+        assert await shop.versions() == {"a": 1, "b": 1}
+        assert await shop.redis.hlen(shop.keys.attempts(0)) == 0
+
     async def test_several_consumers_take_each_event_over_once(self, shop: Workshop) -> None:
         await shop.give([make_event(f"user {n % 3}", n) for n in range(40)], "dead")
         async with at_work(shop, "c1", "c2", "c3"):
