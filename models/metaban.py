@@ -14,7 +14,6 @@ u, and the adaptation of all arms is one product of the group mask with the stac
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -120,9 +119,6 @@ class MetaBanLearner(Learner):
             + 3 * self.shape.depth / (2 * events).sqrt()
             + (1 + settings.xi1) * (2 * log / events).sqrt()
         )
-
-    @abstractmethod
-    def score(self, shared: State, pool: State, query: Query) -> Scores: ...
 
 
 @final

@@ -1,6 +1,7 @@
 """The parameters that answer requests: every user of the candidate pool, the guests asked about lately, one epoch.
 
-Knows tensors only. One thread owns it, so nothing here is locked; the replica feeds it and the scorer asks it.
+Knows tensors only. One thread changes it and scores with it, so nothing here is locked; others may ask who is held,
+which single look-ups answer.
 """
 
 from __future__ import annotations

