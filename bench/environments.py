@@ -1,32 +1,76 @@
-"""Worlds to play in: who asks, which arms there are, and what each arm would earn."""
+"""Worlds to play in: who asks, which arms there are, and what each arm would earn.
+
+A world draws everything before anybody chooses, so that methods with the same seed see the same users, arms and
+rewards, whatever they chose before. Arms are shuffled in every round.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.data import data_folder, digit_images, movielens_ratings, yelp_entries
+
 Matrix = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One question: a user, the features of the arms [k, d], and the chance of a reward of each [k]."""
+    """One question: a user, the features of the arms [k, d], the chance of a reward of each [k], and the rewards [k].
 
-    user_id: str
+    Learners see the user, the arms and the context; chances and the rewards of arms they did not choose stay hidden.
+    """
+
+    user: int
     arms: Matrix
     chances: Matrix
+    rewards: Matrix
+    context: Matrix | None = None
+
+    @property
+    def user_id(self) -> str:
+        """The user's name in the service."""
+        return f"user-{self.user}"
+
+    def regret(self, arm: int) -> float:
+        """What choosing an arm costs against the best one, in expectation."""
+        return float(self.chances.max() - self.chances[arm])
+
+
+class Environment(ABC):
+    """A seeded stream of rounds."""
+
+    #: How many users there are, how many numbers describe an arm, and how many the context of a request.
+    users: int
+    dimension: int
+    context_dimension: int = 0
+
+    @abstractmethod
+    def next_round(self) -> Round:
+        """A random user and fresh arms."""
+
+    def reward(self, asked: Round, arm: int) -> float:
+        """What an arm earned in a round."""
+        return float(asked.rewards[arm])
 
 
 @final
-class SyntheticGroups:
+class SyntheticGroups(Environment):
     """Users in hidden groups whose tastes are bumps on the unit sphere: non-linear, and told apart by no feature.
 
-    An arm x, drawn uniformly from the sphere, earns 1 with chance low + (high − low)·exp(−‖x − c_g‖²/spread), where c_g
-    is the taste of the user's group. The tastes of two groups lie on opposite sides, up to noise.
+    An arm x, drawn uniformly from the sphere, earns 1 with chance low + (high − low)·max_j exp(−‖x − c_gj‖²/spread),
+    where c_g1 … c_gJ are the tastes of the user's group. With one taste a group, the tastes of two groups lie on
+    opposite sides, up to noise. Switches: `switch_at` draws all tastes anew at that round; `reward_rate` scales the
+    chances so that a random arm earns so much; `interaction` adds a context c of unit length to every round, and an arm
+    is liked for being near R_g(c), a rotation of c that belongs to the group.
     """
 
     def __init__(
@@ -37,30 +81,221 @@ class SyntheticGroups:
         groups: int = 2,
         arms: int = 6,
         dimension: int = 4,
+        tastes: int = 1,
         low: float = 0.02,
         high: float = 0.98,
         spread: float = 0.8,
+        switch_at: int | None = None,
+        reward_rate: float | None = None,
+        interaction: bool = False,
     ) -> None:
         self._random = np.random.default_rng(seed)
-        self._users = users
+        self.users = users
+        self.dimension = dimension
+        self.context_dimension = dimension if interaction else 0
         self._arms = arms
+        self._groups, self._per_group = groups, tastes
         self._low, self._high, self._spread = low, high, spread
-        tastes = self._random.standard_normal((groups, dimension))
-        tastes[1::2] = -tastes[0 : 2 * (groups // 2) : 2] + 0.3 * tastes[1::2]
-        self._tastes = tastes / np.linalg.norm(tastes, axis=1, keepdims=True)
+        self._switch_at = switch_at
+        self._rounds = 0
+        self._tastes = self._draw_tastes()  # [groups, tastes, d]
+        self._rotations = np.linalg.qr(self._random.standard_normal((groups, dimension, dimension)))[0]
+        self._scale = 1.0
+        if reward_rate is not None:
+            sample = _on_sphere(np.random.default_rng(seed).standard_normal((20_000, dimension)))
+            self._scale = reward_rate / np.mean([self._bumps(sample, taste).mean() for taste in self._tastes])
+
+    def _draw_tastes(self) -> Matrix:
+        tastes = self._random.standard_normal((self._groups, self._per_group, self.dimension))
+        if self._per_group == 1:
+            tastes[1::2] = -tastes[0 : 2 * (self._groups // 2) : 2] + 0.3 * tastes[1::2]
+        return _on_sphere(tastes)
+
+    def _bumps(self, arms: Matrix, tastes: Matrix) -> Matrix:
+        squared = np.square(arms[:, None] - tastes).sum(-1).min(-1)  # [k], to the nearest taste
+        chances: Matrix = self._low + (self._high - self._low) * np.exp(-squared / self._spread)
+        return chances
 
     def group_of(self, user_id: str) -> int:
         """The hidden group of a user."""
-        return int(user_id.removeprefix("user-")) % len(self._tastes)
+        return int(user_id.removeprefix("user-")) % self._groups
 
     def next_round(self) -> Round:
-        """A random user and fresh arms."""
-        user_id = f"user-{int(self._random.integers(self._users))}"
-        arms = self._random.standard_normal((self._arms, self._tastes.shape[1]))
-        arms /= np.linalg.norm(arms, axis=1, keepdims=True)
-        squared = np.square(arms - self._tastes[self.group_of(user_id)]).sum(1)
-        return Round(user_id, arms, self._low + (self._high - self._low) * np.exp(-squared / self._spread))
+        if self._rounds == self._switch_at:
+            self._tastes = self._draw_tastes()
+        self._rounds += 1
+        user = int(self._random.integers(self.users))
+        arms = _on_sphere(self._random.standard_normal((self._arms, self.dimension)))
+        group = user % self._groups
+        context, tastes = None, self._tastes[group]
+        if self.context_dimension:
+            context = _on_sphere(self._random.standard_normal(self.dimension))
+            tastes = (self._rotations[group] @ context)[None]
+        chances = np.clip(self._scale * self._bumps(arms, tastes), 0, 1)
+        rewards = (self._random.random(self._arms) < chances).astype(np.float64)
+        return Round(user, arms, chances, rewards, context)
 
-    def reward(self, asked: Round, arm: int) -> float:
-        """1 with the arm's chance, otherwise 0."""
-        return float(self._random.random() < asked.chances[arm])
+
+def _on_sphere(rows: Matrix) -> Matrix:
+    unit: Matrix = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+    return unit
+
+
+#: Clusters of raters; each is one bandit user.
+CLUSTERS: Final = 100
+#: Arms that earn nothing beside the one that does.
+IDLE_ARMS: Final = 9
+#: Scale of the normal density that turns features into an arm's context.
+DENSITY_SCALE: Final = 0.5
+
+
+@final
+class ClusteredRatings(Environment):
+    """MovieLens and Yelp as the Meta-Ban paper plays them: find the one badly rated item among ten.
+
+    Raters are grouped by k-means on their features, and each cluster is one user. A round draws nine entries labelled
+    +1 and one labelled −1 from a cluster, with replacement; an arm is the normal density of the item's and the rater's
+    features; the −1 entry earns 1.
+    """
+
+    def __init__(self, entries: Places, user_features: Matrix, item_features: Matrix, *, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._users = _density(user_features)
+        self._items = _density(item_features)
+        cluster = _clusters(user_features)[entries[:, 0]]  # [entries]
+        liked, disliked = entries[:, 2] > 0, entries[:, 2] < 0
+        both = [
+            number for number in range(CLUSTERS) if liked[cluster == number].any() and disliked[cluster == number].any()
+        ]
+        self._liked = [entries[(cluster == number) & liked] for number in both]
+        self._disliked = [entries[(cluster == number) & disliked] for number in both]
+        self.users = len(both)
+        self.dimension = user_features.shape[1] + item_features.shape[1]
+
+    def next_round(self) -> Round:
+        user = int(self._random.integers(self.users))
+        liked, disliked = self._liked[user], self._disliked[user]
+        shown = np.concatenate(
+            [
+                liked[self._random.integers(len(liked), size=IDLE_ARMS)],
+                disliked[self._random.integers(len(disliked), size=1)],
+            ]
+        )
+        shown = shown[self._random.permutation(len(shown))]
+        arms = np.concatenate([self._items[shown[:, 1]], self._users[shown[:, 0]]], axis=1)
+        rewards = (shown[:, 2] < 0).astype(np.float64)
+        return Round(user, arms, rewards, rewards)
+
+
+def _density(features: Matrix) -> Matrix:
+    density: Matrix = np.exp(-0.5 * np.square(features / DENSITY_SCALE)) / (DENSITY_SCALE * np.sqrt(2 * np.pi))
+    return density
+
+
+def _clusters(features: Matrix) -> Places:
+    from sklearn.cluster import KMeans  # slow to import, and only needed here
+
+    return np.asarray(KMeans(CLUSTERS, random_state=0, n_init=10).fit_predict(features), dtype=np.int64)
+
+
+#: Singular vectors taken of the ±1 matrix, and of the ratings for `service`.
+RATING_FACTORS: Final = 9
+SERVICE_FACTORS: Final = 12
+SERVICE_USERS: Final = 300
+
+
+@lru_cache(maxsize=1)
+def _movielens_features(folder: Path) -> tuple[Places, Matrix, Matrix]:
+    """Entries (user, item, ±1), user features and item features of MovieLens: ratings above 4 and below 2 only."""
+    ratings = movielens_ratings(folder)
+    signs = np.where(ratings > 4, 1.0, np.where((ratings > 0) & (ratings < 2), -1.0, 0.0))
+    left, _, right = np.linalg.svd(signs, full_matrices=False)
+    rows, columns = np.nonzero(signs)
+    entries = np.stack([rows, columns, signs[rows, columns].astype(np.int64)], axis=1)
+    return entries, _rating_features(left[:, :RATING_FACTORS]), _rating_features(right[:RATING_FACTORS].T)
+
+
+def _rating_features(vectors: Matrix) -> Matrix:
+    """Rows of unit length with a constant 1 behind, all divided by √2."""
+    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return np.concatenate([unit, np.ones((len(unit), 1))], axis=1) / np.sqrt(2)
+
+
+@final
+class RatedItems(Environment):
+    """The 300 most active MovieLens users as themselves: one film they gave 5 stars among nine they gave at most 3.
+
+    Arms are described by 12 factors of the item only; nothing in the context tells who asks.
+    """
+
+    def __init__(self, ratings: Matrix, *, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        rated = ratings > 0
+        centred = np.where(rated, ratings - ratings.sum(1, keepdims=True) / rated.sum(1, keepdims=True), 0.0)
+        _, values, right = np.linalg.svd(centred, full_matrices=False)
+        factors = right[:SERVICE_FACTORS].T * np.sqrt(values[:SERVICE_FACTORS])
+        self._items: Matrix = factors / factors.std(axis=0)
+        active = np.argsort(-rated.sum(1), kind="stable")[:SERVICE_USERS]
+        loved = [np.flatnonzero(ratings[user] == 5) for user in active]
+        plain = [np.flatnonzero(rated[user] & (ratings[user] <= 3)) for user in active]
+        pairs = [(a, b) for a, b in zip(loved, plain, strict=True) if len(a) > 2 and len(b) > IDLE_ARMS]
+        self._loved, self._plain = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        self.users = len(pairs)
+        self.dimension = SERVICE_FACTORS
+
+    def next_round(self) -> Round:
+        user = int(self._random.integers(self.users))
+        plain = self._random.choice(self._plain[user], size=IDLE_ARMS, replace=False)
+        shown = np.append(plain, self._random.choice(self._loved[user]))
+        order = self._random.permutation(len(shown))
+        rewards = (order == IDLE_ARMS).astype(np.float64)
+        return Round(user, self._items[shown[order]], rewards, rewards)
+
+
+@final
+class ShiftedImages(Environment):
+    """MNIST and notMNIST: an image gives ten arms, itself moved by 0 … 9 places; the arm moved by its class earns 1.
+
+    The ten classes of both sets are the 20 users, so the sets are two groups.
+    """
+
+    def __init__(self, sets: list[tuple[NDArray[np.float32], Places]], *, seed: int, classes: int = 10) -> None:
+        self._random = np.random.default_rng(seed)
+        self._classes = classes
+        self._images = [images[labels == number] for images, labels in sets for number in range(classes)]
+        self.users = len(self._images)
+        self.dimension = sets[0][0].shape[1] + classes - 1
+
+    def next_round(self) -> Round:
+        user = int(self._random.integers(self.users))
+        images = self._images[user]
+        image = images[int(self._random.integers(len(images)))]
+        order = self._random.permutation(self._classes)
+        arms = np.zeros((self._classes, self.dimension))
+        for place, moved in enumerate(order):
+            arms[place, moved : moved + len(image)] = image
+        rewards = (order == user % self._classes).astype(np.float64)
+        return Round(user, arms, rewards, rewards)
+
+
+#: The synthetic world of the benchmarks, before its switches.
+SYNTHETIC: Final[dict[str, Any]] = {"users": 200, "groups": 4, "arms": 10, "dimension": 8, "tastes": 2}
+ENVIRONMENTS: Final = ("synthetic", "movielens", "yelp", "service", "mnist")
+
+
+def build_environment(name: str, *, seed: int, data: Path | None = None, **switches: Any) -> Environment:
+    """The world of a name; only `synthetic` has switches. Raises DataMissing when its data is not there."""
+    folder = data_folder(data)
+    if name == "synthetic":
+        return SyntheticGroups(seed=seed, **{**SYNTHETIC, **switches})
+    if switches:
+        raise ValueError(f"{name} has no switches; only synthetic does")
+    if name == "movielens":
+        return ClusteredRatings(*_movielens_features(folder), seed=seed)
+    if name == "yelp":
+        return ClusteredRatings(*yelp_entries(folder), seed=seed)
+    if name == "service":
+        return RatedItems(movielens_ratings(folder), seed=seed)
+    if name == "mnist":
+        return ShiftedImages([digit_images(folder, "mnist"), digit_images(folder, "notmnist")], seed=seed)
+    raise ValueError(f"{name!r} is no environment; there are {', '.join(ENVIRONMENTS)}")

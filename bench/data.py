@@ -1,0 +1,73 @@
+"""Reads the public data sets that the environments are made of; nothing is downloaded, nothing is written."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Where data is looked for when no folder is named: beside the checkout.
+DEFAULT_FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+FOLDER_VARIABLE = "METABAN_BENCH_DATA"
+
+
+class DataMissing(Exception):
+    """A data set is not where it was looked for."""
+
+
+def data_folder(named: Path | None) -> Path:
+    """The folder to read: the named one, the one of the environment variable, or the default."""
+    return named or Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise DataMissing(f"{name} is not in {folder}; point --data at the folder that has it")
+    return path
+
+
+@lru_cache(maxsize=2)
+def movielens_ratings(folder: Path) -> NDArray[np.float64]:
+    """MovieLens-100k as a dense matrix, users by items, in order of their ids; 0 where there is no rating."""
+    with gzip.open(_existing(folder, "movielens-100k-ratings.tsv.gz"), "rt") as file:
+        rows = np.loadtxt(file, skiprows=1, usecols=(0, 1, 2))
+    users, user_rows = np.unique(rows[:, 0], return_inverse=True)
+    items, item_rows = np.unique(rows[:, 1], return_inverse=True)
+    ratings = np.zeros((len(users), len(items)))
+    ratings[user_rows, item_rows] = rows[:, 2]
+    return ratings
+
+
+@lru_cache(maxsize=2)
+def yelp_entries(folder: Path) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """Entries (user, item, ±1), user features and item features."""
+    with np.load(_existing(folder, "yelp.npz"), allow_pickle=False) as arrays:
+        return (
+            arrays["entries"].astype(np.int64),
+            arrays["user_features"].astype(np.float64),
+            arrays["item_features"].astype(np.float64),
+        )
+
+
+@lru_cache(maxsize=4)
+def digit_images(folder: Path, name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Images [n, 784] with values in [0, 1], and their classes, of `mnist` or `notmnist`."""
+    images = _idx(_existing(folder, f"{name}-images-idx3-ubyte.gz"))
+    labels = _idx(_existing(folder, f"{name}-labels-idx1-ubyte.gz"))
+    return (images.reshape(len(images), -1) / np.float32(255)).astype(np.float32), labels.astype(np.int64)
+
+
+def _idx(path: Path) -> NDArray[np.uint8]:
+    """An array in the idx format: two zero bytes, a type, the number of dimensions, each as a big-endian integer."""
+    with gzip.open(path, "rb") as file:
+        zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
+        if zeros or kind != 8:
+            raise DataMissing(f"{path.name} is not an idx file of bytes")
+        shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
+        return np.frombuffer(file.read(), dtype=np.uint8).reshape(shape)
