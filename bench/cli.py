@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
 
-bench_app = typer.Typer(help="Measure what the README claims, on this machine.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from bench.report import Report
+
+EPILOG: Final = """
+[bold]Examples[/bold]
+
+  metaban bench regret --quick                           every method in the synthetic world, small
+
+  metaban bench regret --env movielens --check           ten thousand rounds, three seeds, claims checked
+
+  metaban bench regret --env yelp --methods default,linucb-user,vw --rounds 2000 --plot yelp.png
+
+  metaban bench scenarios --only delay --json out.json   one claim about the synthetic world
+
+[bold]Environments[/bold]: synthetic needs nothing; movielens, yelp, service and mnist read public data sets from
+--data, from $METABAN_BENCH_DATA or from ../shared/data, and are skipped where there are none.
+
+[bold]Seeds[/bold] 100-102 are for reporting. Settings are chosen on others.
+"""
+
+bench_app = typer.Typer(
+    help="Measure what the README claims, on this machine: a table, and JSON and pictures where asked for.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
 console = Console()
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write machine, versions, settings, results and bars here.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the result into this file (.png, .svg or .pdf).")]
+PlotFolder = Annotated[Path | None, typer.Option("--plot", help="Draw each scenario into this folder.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes; bars are marked quick.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the worlds to run in: 100, 100-102 or 100,105.")]
+Env = Annotated[str, typer.Option("--env", help="The world: synthetic, movielens, yelp, service or mnist.")]
+Rounds = Annotated[
+    int | None, typer.Option("--rounds", min=1, help="Decisions of each run; 10,000 unless said or --quick.")
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, help="Runs at once, each on one core; all cores unless said.")
+]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder of the public data sets.")]
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -30,6 +67,16 @@ def parse_seeds(text: str) -> list[int]:
     if not seeds:
         raise typer.BadParameter(f"{text!r} names no seeds; write 100, 100-102 or 100,105", param_hint="--seeds")
     return seeds
+
+
+def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
+    """Known names separated by commas, each once."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        what = f"{', '.join(unknown)} is unknown" if unknown else "no name given"
+        raise typer.BadParameter(f"{what}; there are {', '.join(known)}", param_hint=option)
+    return names
 
 
 @bench_app.callback()
@@ -59,4 +106,191 @@ def freshness(
     if plot is not None:
         plot_freshness(report, plot)
     if check and not all(bar.holds for bar in report.bars):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def regret(
+    env: Env = "synthetic",
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Names separated by commas; all that can run unless said.")
+    ] = None,
+    rounds: Rounds = None,
+    seeds: Seeds = "100-102",
+    jobs: Jobs = None,
+    data: Data = None,
+    json: Json = None,
+    plot: Plot = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """Cumulative regret of every method on the same rounds, and its time a decision and an update.
+
+    [bold]default[/] is what the service ships; [bold]paper[/] and [bold]pooled[/] are Meta-Ban as published and as its
+    public code runs it; [bold]shared-net[/] is default without learners of users. They run as the service does, with
+    2 % of the decisions spread evenly. Baselines with tuned settings: linucb, linucb-user, club, sclub, cofiba, locb,
+    neuralucb-one, neuralucb-ind, vw. Rewards of arms that were not chosen are shown to nobody.
+    """
+    from bench.methods import known_methods
+    from bench.regret import usual_methods
+
+    _play(
+        env,
+        usual_methods(env) if methods is None else parse_names(methods, known_methods(), "--methods"),
+        rounds=rounds, seeds=seeds, jobs=jobs, data=data, json=json, plot=plot, quick=quick, check=check,
+    )  # fmt: skip
+
+
+@bench_app.command()
+def ablation(
+    env: Env = "synthetic",
+    rounds: Rounds = None,
+    seeds: Seeds = "100-102",
+    jobs: Jobs = None,
+    data: Data = None,
+    json: Json = None,
+    plot: Plot = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """What each ingredient of the default learner is worth: its regret, and that without them, one at a time."""
+    from bench.regret import ablation_methods
+
+    _play(
+        env, ablation_methods(), against="default",
+        rounds=rounds, seeds=seeds, jobs=jobs, data=data, json=json, plot=plot, quick=quick, check=check,
+    )  # fmt: skip
+
+
+@bench_app.command()
+def scenarios(
+    only: Annotated[str | None, typer.Option("--only", help="Names separated by commas; all unless said.")] = None,
+    learner: Annotated[str, typer.Option("--learner", help="The learner that is put to the test.")] = "default",
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=2, help="Decisions of each run; each scenario's own unless said.")
+    ] = None,
+    seeds: Seeds = "100-102",
+    jobs: Jobs = None,
+    data: Data = None,
+    json: Json = None,
+    plot: PlotFolder = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """Claims that need a world of our own making.
+
+    [bold]delay[/]: rewards 100 events late. [bold]switch[/]: all tastes change half-way. [bold]rare[/]: one arm in a
+    hundred earns. [bold]interaction[/]: context decides which arm is liked. [bold]pool[/]: 10,000 users, a candidate
+    pool of 256. [bold]nu[/]: the group tolerance of Meta-Ban's Appendix A, as a picture.
+    """
+    from bench.methods import LEARNERS, unavailable
+    from bench.scenarios import SCENARIOS, ScenarioPlan, measure_scenarios
+
+    names = tuple(SCENARIOS) if only is None else parse_names(only, SCENARIOS, "--only")
+    (learner,) = parse_names(learner, LEARNERS, "--learner")[:1]
+    if (reason := unavailable(learner)) is not None:
+        raise typer.BadParameter(reason, param_hint="--learner")
+    plan = ScenarioPlan(names, learner, rounds, _quick_seeds(seeds, quick), data)
+    report = measure_scenarios(plan, jobs=jobs or os.cpu_count() or 1, quick=quick, console=console)
+    if report.bars:
+        report.print_bars(console)
+    if plot is not None:
+        from bench.pictures import plot_scenarios
+
+        plot_scenarios(report, plot)
+    failed = any(found.get("failures") for found in report.results.values())
+    _finish(report, json, check=check, failed=failed)
+
+
+@bench_app.command()
+def tune(
+    envs: Annotated[
+        str, typer.Option("--envs", help="Worlds separated by commas.")
+    ] = "synthetic,movielens,yelp,service,mnist",
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Baselines separated by commas; all unless said.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decisions of each run.")] = 2_000,
+    jobs: Jobs = None,
+    data: Data = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the chosen settings here.")] = None,
+) -> None:
+    """Choose the settings of the baselines by grid search, on a seed that results are not reported on.
+
+    `regret` uses the choices that came with the package; this is how they were made.
+    """
+    from bench.data import DataMissing
+    from bench.environments import ENVIRONMENTS, build_environment
+    from bench.methods import RIVALS, VOWPAL
+    from bench.regret import say_skipped
+    from bench.tuning import TUNING_SEED
+    from bench.tuning import tune as tune_baselines
+    from bench.vowpal import choose_options
+
+    wanted = RIVALS if methods is None else parse_names(methods, RIVALS, "--methods")
+    able = [name for name in wanted if name not in say_skipped(wanted, console)]
+    present = []
+    for env in parse_names(envs, ENVIRONMENTS, "--envs"):
+        try:
+            build_environment(env, seed=TUNING_SEED, data=data)
+            present.append(env)
+        except DataMissing as missing:
+            console.print(f"skipped {env}: {missing}", highlight=False, markup=False, soft_wrap=True)
+    baselines = [name for name in able if name != VOWPAL]
+    found = tune_baselines(present, baselines, data, rounds, jobs or os.cpu_count() or 1, console) if baselines else {}
+    if VOWPAL in able:
+        for env in present:
+            found.setdefault(env, {})[VOWPAL] = choose_options(env, data=data, rounds=rounds, console=console)
+    console.print_json(data=found)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(dumps(found, indent=2) + "\n")
+
+
+def _play(
+    env: str,
+    methods: tuple[str, ...],
+    *,
+    rounds: int | None,
+    seeds: str,
+    jobs: int | None,
+    data: Path | None,
+    json: Path | None,
+    plot: Path | None,
+    quick: bool,
+    check: bool,
+    against: str | None = None,
+) -> None:
+    from bench.data import DataMissing
+    from bench.environments import ENVIRONMENTS
+    from bench.regret import FULL_ROUNDS, QUICK_ROUNDS, QUICK_ROUNDS_OF, RegretPlan, measure_regret, print_regret
+
+    if env not in ENVIRONMENTS:
+        raise typer.BadParameter(f"{env} is unknown; there are {', '.join(ENVIRONMENTS)}", param_hint="--env")
+    size = rounds or (QUICK_ROUNDS_OF.get(env, QUICK_ROUNDS) if quick else FULL_ROUNDS)
+    plan = RegretPlan(env, methods, size, _quick_seeds(seeds, quick), data)
+    try:
+        report = measure_regret(plan, jobs=jobs or os.cpu_count() or 1, quick=quick, console=console)
+    except DataMissing as missing:
+        console.print(f"skipped {env}: {missing}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit from None
+    print_regret(report, console, against=against)
+    if plot is not None:
+        from bench.pictures import plot_regret
+
+        plot_regret(report, plot)
+    _finish(report, json, check=check, failed=bool(report.results["failures"]))
+
+
+def _quick_seeds(text: str, quick: bool) -> tuple[int, ...]:
+    """Two seeds are enough for a quick run."""
+    seeds = parse_seeds(text)
+    return tuple(seeds[:2] if quick else seeds)
+
+
+def _finish(report: Report, json: Path | None, *, check: bool, failed: bool) -> None:
+    """Write what was asked for; a run that raised is an error whether or not bars are checked."""
+    if json is not None:
+        report.write(json)
+    if failed or (check and not all(bar.holds for bar in report.bars)):
         raise typer.Exit(1)

@@ -279,7 +279,7 @@ class ShiftedImages(Environment):
 
 
 #: The synthetic world of the benchmarks, before its switches.
-SYNTHETIC: Final[dict[str, Any]] = {"users": 200, "groups": 4, "arms": 10, "dimension": 8, "tastes": 2}
+SYNTHETIC: Final[dict[str, Any]] = {"users": 200, "groups": 4, "arms": 10, "dimension": 5, "tastes": 2}
 ENVIRONMENTS: Final = ("synthetic", "movielens", "yelp", "service", "mnist")
 
 

@@ -14,7 +14,7 @@ from models.exploration import Policy, decision_generator, draw_slate
 from models.features import FeatureLayout, assemble, infer_layout
 from models.learner import State
 from models.presets import build_learner
-from models.settings import MetaBanSettings
+from models.settings import LearnerSettings
 from service.served import ScoreRequest, ServedModel
 from store.codec import Sample
 from store.users import UserState
@@ -41,7 +41,7 @@ class LocalLoop:
 
     def __init__(
         self,
-        settings: MetaBanSettings,
+        settings: LearnerSettings,
         policy: Policy,
         *,
         inputs: FeatureLayout,
@@ -56,6 +56,7 @@ class LocalLoop:
         self._policy = policy
         self._seed = seed
         self._samples_kept = samples_kept
+        self._pool_max = pool_max
         self._trainer = Trainer(learner, device, user_weight=settings.user_weight)
         self._served = ServedModel(learner, device, pool_max=pool_max, guests_max=pool_max)
         self._shared: State = {name: tensor.to(device) for name, tensor in learner.initial_shared().items()}
@@ -63,10 +64,16 @@ class LocalLoop:
         self._states: dict[str, UserState] = {}
         self._applied = 0
 
-    def choose(self, user_id: str, arms: Sequence[Sequence[float]], decision_id: str) -> Choice:
-        """One arm for a user."""
-        inputs = assemble(self.layout, arms, None)
-        scores = self._served.score([ScoreRequest(user_id, inputs)])[0]
+    def choose(
+        self,
+        user_id: str,
+        arms: Sequence[Sequence[float]],
+        decision_id: str,
+        context: Sequence[float] | None = None,
+    ) -> Choice:
+        """One arm for a user; whoever is no longer held is loaded, as the service does."""
+        inputs = assemble(self.layout, arms, context)
+        scores = self._served.score([ScoreRequest(user_id, inputs, self._states.get(user_id))])[0]
         generator = decision_generator(self._seed, decision_id)
         slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, generator)
         arm = slate.chosen[0]
@@ -102,7 +109,10 @@ class LocalLoop:
         refit = self._trainer.learner.refit_due(events, self._applied)
         self._shared = derive_shared(self._trainer, self._shared, teachers, events, self._applied)
         arrays = {name: tensor.cpu().numpy() for name, tensor in self._shared.items()}
-        self._served.adopt_epoch(number, self._applied, arrays, ())
+        users = list(self._samples)
+        members = choose_teachers(users, self._pool_max) if len(users) > self._pool_max else []
+        self._served.adopt_epoch(number, self._applied, arrays, members)
+        self._served.put([self._states[user] for user in members if user not in self._served])
         if refit:
             ordered = sorted(self._samples)
             for start in range(0, len(ordered), USERS_PER_FIT):

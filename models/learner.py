@@ -58,6 +58,18 @@ class Scores:
     phi: Tensor  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
 
 
+def newest(valid: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Places of each user's newest `keep` samples, oldest first, and which of them are real, both [B, keep].
+
+    Users' samples are padded behind, and differ in number; `valid` is [B, S].
+    """
+    counts = valid.sum(-1)  # [B]
+    kept = counts.clamp_max(keep)
+    place = torch.arange(keep, device=valid.device)
+    index = ((counts - kept).unsqueeze(-1) + place).clamp_max(max(0, valid.shape[1] - 1))
+    return index, place < kept.unsqueeze(-1)
+
+
 class Learner(ABC):
     """A learner for one namespace: a fixed number of inputs, fixed settings."""
 

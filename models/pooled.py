@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.groups import union_by_request
-from models.learner import Query, Scores, State, UserBatch
+from models.learner import Query, Scores, State, UserBatch, newest
 from models.metaban import MetaBanLearner, doubled
 from models.network import factor_norm, loss_gradient, output_factors
 from models.settings import MetaBanSettings
@@ -52,18 +52,14 @@ class PooledLearner(MetaBanLearner):
 
     def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
         keep = self.settings.recent_samples
-        counts = batch.valid.sum(-1)  # [B]
-        kept = counts.clamp_max(keep)
-        # The newest samples, moved to the front: users' samples are padded behind, and differ in number.
-        place = torch.arange(keep, device=counts.device)  # [keep]
-        index = ((counts - kept).unsqueeze(-1) + place).clamp_max(max(0, batch.valid.shape[1] - 1))  # [B, keep]
-        real = (place < kept.unsqueeze(-1)).to(self.dtype)  # [B, keep]
+        index, valid = newest(batch.valid, keep)
+        real = valid.to(self.dtype)  # [B, keep]
         features = batch.features.gather(1, index.unsqueeze(-1).expand(-1, -1, self.shape.inputs))
         return {
             "theta": self.adapt_users(shared["theta"], self.inputs(shared, batch.features), batch),
             "recent_features": features * real.unsqueeze(-1),
             "recent_rewards": batch.rewards.gather(1, index) * real,
-            "samples": kept.to(self.dtype),
+            "samples": real.sum(-1),
         }
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

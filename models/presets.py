@@ -7,13 +7,14 @@ import torch
 from models.learner import Learner
 from models.metaban import PaperLearner
 from models.pooled import PooledLearner
-from models.settings import MetaBanSettings
+from models.posterior import PosteriorLearner
+from models.settings import LearnerSettings, MetaBanSettings, PosteriorSettings
 
 
-def build_learner(settings: MetaBanSettings, inputs: int, dtype: torch.dtype = torch.float32) -> Learner:
+def build_learner(settings: LearnerSettings, inputs: int, dtype: torch.dtype = torch.float32) -> Learner:
     """The learner that the settings name, for a number of inputs."""
-    learners: dict[str, type[PaperLearner] | type[PooledLearner]] = {
-        "paper": PaperLearner,
-        "pooled": PooledLearner,
-    }
-    return learners[settings.preset](settings, inputs, dtype)
+    if isinstance(settings, PosteriorSettings):
+        return PosteriorLearner(settings, inputs, dtype)
+    if not isinstance(settings, MetaBanSettings):
+        raise TypeError(f"there is no learner for {type(settings).__name__}")
+    return (PooledLearner if settings.preset == "pooled" else PaperLearner)(settings, inputs, dtype)

@@ -1,17 +1,129 @@
-"""Hyper-parameters of the Meta-Ban learners, named after what they do; the paper's letters stand beside them."""
+"""Hyper-parameters of the learners, named after what they do; the papers' letters stand beside them."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self, final
 
 
-@dataclass(frozen=True, slots=True)
-class MetaBanSettings:
-    """Settings of one learner. `preset(name)` gives the two named ones; `from_json` restores stored ones."""
+@dataclass(frozen=True)
+class LearnerSettings(ABC):
+    """What the settings of every learner have; `named_settings` gives the presets, `stored_settings` stored ones."""
 
-    preset: Literal["paper", "pooled"]
+    preset: str
+    seed: int = 0
+    user_weight: float = 1.0  #: w_u of Eq. 5
+
+    #: The settings that fix what a user's stored tensors mean; the others may change under stored users.
+    STRUCTURE: ClassVar[tuple[str, ...]] = ("preset", "seed")
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_values()
+
+    @abstractmethod
+    def _check_values(self) -> None:
+        """Raise ValueError for a value that makes no sense."""
+
+    def _at_least(self, least: float, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must not be negative" if least == 0 else f"{name} must be at least {least:g}")
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive")
+
+    def _check_kinds(self) -> None:
+        """Settings also come from JSON, where anything can stand."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in CHOICES:
+                if value not in CHOICES[field.name]:
+                    raise ValueError(f"{field.name} must be one of {', '.join(CHOICES[field.name])}")
+            elif field.type == "bool":
+                if not isinstance(value, bool):
+                    raise ValueError(f"{field.name} must be true or false")
+            elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else int | float):
+                raise ValueError(f"{field.name} must be a {'whole ' if field.type == 'int' else ''}number")
+            elif not math.isfinite(value):
+                raise ValueError(f"{field.name} must be finite")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for a namespace's record."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Restore what `to_json` wrote; a field this version does not know is an error, never ignored."""
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown learner settings: {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+    def structure(self) -> dict[str, Any]:
+        """The values of STRUCTURE, by name."""
+        return {name: getattr(self, name) for name in self.STRUCTURE}
+
+
+@final
+@dataclass(frozen=True)
+class PosteriorSettings(LearnerSettings):
+    """Settings of the default learner: posterior heads on a shared trunk."""
+
+    preset: str = "default"
+    alpha: float = 0.3  #: α, weight of the posterior's deviation
+    # What it is made of; each can be left out to see what it is worth.
+    trunk: bool = True
+    heads: bool = True  # False: the trunk alone, no users
+    groups: bool = True
+    memory: bool = True
+    # The trunk: p(x), and the samples it replays.
+    width: int = 128
+    depth: int = 2
+    bins: int = 16  # pieces of the code of one input; 0 for none
+    codes_max: int = 384  # numbers that all codes may have together
+    trunk_rate: float = 0.001
+    trunk_decay: float = 0.1
+    replayed: int = 256  # samples a step
+    steps_per_event: float = 0.5
+    epoch_steps_max: int = 2_048
+    # Heads: inputs of more than `head_inputs_max` numbers reach them as `head_directions` principal directions.
+    head_inputs_max: int = 48
+    head_directions: int = 32
+    # Groups: Σ within one as a share of Σ, and ν: how many deviations apart two users may be on an arm to agree on it.
+    group_spread: float = 0.15
+    nu: float = 1.0
+    # Memory: latest samples kept, how alike two arms must be (rms, in standard deviations), the gain before any epoch.
+    memory_samples: int = 64
+    memory_radius: float = 0.087
+    first_gain: float = 0.0
+    # An epoch is due after so many events, or this share of all there were.
+    epoch_events: int = 64
+    epoch_growth: float = 0.03
+
+    STRUCTURE = ("preset", "seed", "width", "depth", "bins", "codes_max", "head_inputs_max", "head_directions",
+                 "memory_samples")  # fmt: skip
+
+    def _check_values(self) -> None:
+        self._at_least(1, "width", "depth", "replayed", "epoch_steps_max", "head_inputs_max", "head_directions")
+        self._at_least(1, "memory_samples", "epoch_events")
+        self._at_least(0, "alpha", "bins", "codes_max", "trunk_decay", "steps_per_event", "first_gain", "epoch_growth")
+        self._at_least(0, "nu", "user_weight")
+        self._positive("trunk_rate", "group_spread", "memory_radius")
+        if self.head_directions > self.head_inputs_max:
+            raise ValueError("head_directions must be at most head_inputs_max")
+
+
+@final
+@dataclass(frozen=True)
+class MetaBanSettings(LearnerSettings):
+    """Settings of the published learner and of what its public code does."""
+
+    preset: str = "paper"
     width: int = 100  #: m
     depth: int = 2  #: L
     user_steps: int = 10  #: J₁
@@ -34,7 +146,6 @@ class MetaBanSettings:
     #: θ_t^u of Algorithm 3, line 9: the newest parameters, or one of the last `checkpoints` drawn uniformly.
     draw: Literal["latest", "uniform"] = "latest"
     checkpoints: int = 8
-    user_weight: float = 1.0  #: w_u of Eq. 5
     standardize: bool = True  # inputs to zero mean and unit deviation, frozen for an epoch
     #: ‖x‖ of every input (Assumption 5.2 has 1), so that the rates fit any number and size of features; with the
     #: constant that the service appends nothing is lost by it. 0 leaves inputs as they are.
@@ -44,85 +155,45 @@ class MetaBanSettings:
     recent_samples: int = 64
     step_samples: int = 64
     epoch_events: int = 64
-    seed: int = 0
 
-    def __post_init__(self) -> None:
-        self._check_kinds()
-        for name in (
-            "width", "user_steps", "meta_steps", "checkpoints", "recent_samples", "step_samples", "epoch_events"
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        for name in ("user_rate", "meta_rate", "clip_norm", "log_constant"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive")
-        for name in ("l1", "alpha", "beta2", "z1", "xi1", "epsilon1", "user_weight", "input_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
-        if self.depth < 2:
-            raise ValueError("depth must be at least 2")
+    STRUCTURE = ("preset", "width", "depth", "draw", "checkpoints", "recent_samples", "standardize", "input_norm",
+                 "seed")  # fmt: skip
+
+    def _check_values(self) -> None:
+        self._at_least(1, "width", "user_steps", "meta_steps", "checkpoints", "recent_samples", "step_samples")
+        self._at_least(1, "epoch_events")
+        self._positive("user_rate", "meta_rate", "clip_norm", "log_constant")
+        self._at_least(0, "l1", "alpha", "beta2", "z1", "xi1", "epsilon1", "user_weight", "input_norm")
+        self._at_least(2, "depth")
         if not self.nu > 1 or not 0 <= self.gamma < 1:
             raise ValueError("nu must be above 1 and gamma in [0, 1)")
         if not 0 < self.delta < 1:
             raise ValueError("delta must lie between 0 and 1")
 
-    def _check_kinds(self) -> None:
-        """Settings also come from JSON, where anything can stand."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in CHOICES:
-                if value not in CHOICES[field.name]:
-                    raise ValueError(f"{field.name} must be one of {', '.join(CHOICES[field.name])}")
-            elif field.type == "bool":
-                if not isinstance(value, bool):
-                    raise ValueError(f"{field.name} must be true or false")
-            elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else int | float):
-                raise ValueError(f"{field.name} must be a {'whole ' if field.type == 'int' else ''}number")
-            elif not math.isfinite(value):
-                raise ValueError(f"{field.name} must be finite")
-
-    @classmethod
-    def named(cls, preset: Literal["paper", "pooled"], **overrides: Any) -> Self:
-        """A preset with some settings replaced."""
-        return cls.from_json({"preset": preset, **PRESETS[preset], **overrides})
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for a namespace's record."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """Restore what `to_json` wrote; a field this version does not know is an error, never ignored."""
-        unknown = set(values) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"unknown learner settings: {', '.join(sorted(unknown))}")
-        return cls(**values)
-
-    def structure(self) -> dict[str, Any]:
-        """The settings that fix what a user's stored tensors mean; the others may change under stored users."""
-        names = (
-            "preset",
-            "width",
-            "depth",
-            "draw",
-            "checkpoints",
-            "recent_samples",
-            "standardize",
-            "input_norm",
-            "seed",
-        )
-        return {name: getattr(self, name) for name in names}
-
 
 #: What settings that are words may say.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "preset": ("paper", "pooled"),
+    "preset": ("default", "paper", "pooled"),
     "rate_schedule": ("constant", "per-event"),
     "draw": ("latest", "uniform"),
 }
 
 #: What each preset changes. `pooled` follows the authors' public code: Θ is trained on the pooled samples of the group.
 PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
     "paper": {},
     "pooled": {"user_steps": 30, "user_rate": 0.1, "meta_steps": 30, "meta_rate": 0.1, "alpha": 0.01, "l1": 0.0},
 }
+
+
+def stored_settings(values: dict[str, Any]) -> LearnerSettings:
+    """What `to_json` of any learner's settings wrote."""
+    kind = PosteriorSettings if values.get("preset") == "default" else MetaBanSettings
+    return kind.from_json(values)
+
+
+def named_settings(preset: str, **overrides: Any) -> LearnerSettings:
+    """A preset with some settings replaced."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}")
+    return stored_settings({"preset": preset, **PRESETS[preset], **overrides})

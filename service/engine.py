@@ -18,7 +18,7 @@ from models.device import choose_device
 from models.exploration import build_policy, decision_generator, draw_slate
 from models.features import FeatureError, FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
-from models.settings import MetaBanSettings
+from models.settings import LearnerSettings, stored_settings
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
@@ -231,7 +231,7 @@ class Engine:
 
     async def _open(self, layout: FeatureLayout) -> Serving:
         settings = self._settings
-        learner = build_learner(MetaBanSettings.from_json(self._record.learner), layout.dimension)
+        learner = build_learner(stored_settings(self._record.learner), layout.dimension)
         model = ServedModel(
             learner,
             choose_device(settings.device),
@@ -244,9 +244,9 @@ class Engine:
         await replica.start()
         return Serving(layout, replica, Scorer(model, self._compute))
 
-    async def _reconcile(self, record: NamespaceRecord, wanted: MetaBanSettings) -> NamespaceRecord:
+    async def _reconcile(self, record: NamespaceRecord, wanted: LearnerSettings) -> NamespaceRecord:
         """Take over changed learner settings, unless stored learners would no longer mean the same."""
-        stored = MetaBanSettings.from_json(record.learner)
+        stored = stored_settings(record.learner)
         if stored == wanted:
             return record
         if stored.structure() != wanted.structure() and record.layout is not None:

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, Field, JsonValue, ValidationError, field_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as BadSource
 
-from models.settings import MetaBanSettings
+from models.settings import LearnerSettings, named_settings
 
 #: A SHA-256 digest as `metaban key` prints it.
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
@@ -64,8 +64,9 @@ class Settings(BaseSettings):
     )
 
     # The learner
-    preset: Literal["paper", "pooled"] = Field(
-        default="paper", description="Meta-Ban as published, or with the pooled updates of its public code."
+    preset: Literal["default", "paper", "pooled"] = Field(
+        default="default",
+        description="Posterior heads on a shared trunk, Meta-Ban as published, or what its public code does.",
     )
     alpha: float | None = Field(default=None, ge=0, le=1e6, description="Weight of the exploration bonus.")
     nu: float | None = Field(default=None, gt=1, le=1e6, description="Group tolerance ν of Eq. 4.")
@@ -77,7 +78,7 @@ class Settings(BaseSettings):
     user_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of a user's learner, η₁.")
     meta_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of the adaptation, η₂.")
     l1: float | None = Field(default=None, ge=0, le=1e3, description="Weight of the L1 term, λ.")
-    standardize: bool = Field(default=True, description="Standardise inputs by their running moments.")
+    standardize: bool | None = Field(default=None, description="Standardise inputs by their running moments.")
     learner: dict[str, JsonValue] = Field(
         default_factory=dict,
         description='More settings of the learner as a JSON object, such as {"beta2": 2, "draw": "uniform"}.',
@@ -184,16 +185,19 @@ class Settings(BaseSettings):
         return bool(self.client_keys or self.admin_keys)
 
 
-def learner_settings(settings: Settings) -> MetaBanSettings:
+def learner_settings(settings: Settings) -> LearnerSettings:
     """The preset with what the environment overrides."""
-    names = ("alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1")
+    names = (
+        "alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1",
+        "standardize",
+    )  # fmt: skip
     overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-    overrides |= {"standardize": settings.standardize, "seed": settings.seed}
+    overrides["seed"] = settings.seed
     for name in settings.learner:
         if name == "preset" or name in overrides:
             raise SettingsError(f"METABAN_LEARNER: {name} has a variable of its own, METABAN_{name.upper()}")
     try:
-        return MetaBanSettings.named(settings.preset, **overrides, **settings.learner)
+        return named_settings(settings.preset, **overrides, **settings.learner)
     except ValueError as error:
         raise SettingsError(f"METABAN_LEARNER: {error}") from error
 

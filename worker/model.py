@@ -11,7 +11,7 @@ import torch
 from models.features import FeatureLayout
 from models.learner import State
 from models.presets import build_learner
-from models.settings import MetaBanSettings
+from models.settings import stored_settings
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreReset
 from store.namespaces import NamespaceRecord, Namespaces
@@ -99,7 +99,7 @@ class NamespaceModel:
         if record.layout is None:
             self._trainer = None
             return
-        settings = MetaBanSettings.from_json(record.learner)
+        settings = stored_settings(record.learner)
         learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
         self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight)
         if published is None:

@@ -15,7 +15,7 @@ from bench.deployment import Deployment
 from bench.environments import Round, SyntheticGroups
 from bench.harness import LocalLoop, plain_layout
 from models.exploration import build_policy
-from models.settings import MetaBanSettings
+from models.settings import named_settings
 from service.settings import Settings, learner_settings
 
 SEED = 7
@@ -139,4 +139,4 @@ def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, roun
 
 
 def test_a_shared_settings_object_builds_the_shipped_learner() -> None:
-    assert learner_settings(Settings()) == MetaBanSettings.named("paper")
+    assert learner_settings(Settings()) == named_settings("paper")

@@ -20,7 +20,7 @@ from models.groups import relative_groups
 from models.learner import Learner, Query, State, UserBatch
 from models.network import Shape, gradient_distance, gradient_norm
 from models.presets import build_learner
-from models.settings import MetaBanSettings
+from models.settings import MetaBanSettings, named_settings
 
 CUDA = torch.device("cuda", 0)
 TWO_DEVICES = "two (different )?devices"
@@ -132,7 +132,7 @@ def query(own: State) -> Query:
 def settings(preset: Literal["paper", "pooled"], **changes: Any) -> MetaBanSettings:
     """A small learner of a preset."""
     small = {"width": 8, "user_steps": 2, "meta_steps": 2, "recent_samples": 4, "step_samples": 4, "epoch_events": 1}
-    return MetaBanSettings.named(preset, **{**small, **changes})
+    return named_settings(preset, **{**small, **changes})
 
 
 VARIANTS = [

@@ -11,11 +11,11 @@ from torch import Tensor
 from models.learner import Query, State, UserBatch
 from models.network import Shape, weights
 from models.pooled import PooledLearner
-from models.settings import MetaBanSettings
+from models.settings import named_settings
 from tests.models.worlds import stack
 
 INPUTS = 3
-SETTINGS = MetaBanSettings.named(
+SETTINGS = named_settings(
     "pooled", width=7, meta_steps=4, user_steps=3, recent_samples=5, step_samples=6, gamma=0.3, seed=3
 )
 

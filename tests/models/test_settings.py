@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from models.settings import PRESETS, MetaBanSettings
+from models.settings import named_settings, stored_settings
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_what_is_stored_comes_back(preset: Any) -> None:
-    settings = MetaBanSettings.named(preset, alpha=0.3, seed=4)
-    assert MetaBanSettings.from_json(settings.to_json()) == settings
+    settings = named_settings(preset, alpha=0.3, seed=4)
+    assert stored_settings(settings.to_json()) == settings
 
 
 @pytest.mark.parametrize(
@@ -27,16 +27,16 @@ def test_what_is_stored_comes_back(preset: Any) -> None:
 )  # fmt: skip
 def test_what_no_learner_could_use_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        MetaBanSettings.from_json({"preset": "paper", name: value})
+        stored_settings({"preset": "paper", name: value})
 
 
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown learner settings: surprise"):
-        MetaBanSettings.named("paper", surprise=1)
+        named_settings("paper", surprise=1)
 
 
 def test_structure_is_what_stored_tensors_depend_on() -> None:
-    settings = MetaBanSettings.named("paper")
-    assert MetaBanSettings.named("paper", alpha=1.0, gamma=0.3, user_rate=0.2).structure() == settings.structure()
+    settings = named_settings("paper")
+    assert named_settings("paper", alpha=1.0, gamma=0.3, user_rate=0.2).structure() == settings.structure()
     for change in ({"width": 7}, {"depth": 3}, {"seed": 1}, {"standardize": False}, {"input_norm": 1.0}):
-        assert MetaBanSettings.named("paper", **change).structure() != settings.structure()
+        assert named_settings("paper", **change).structure() != settings.structure()

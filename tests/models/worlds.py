@@ -16,7 +16,7 @@ from torch import Tensor
 from models.learner import Query, Scores, State, UserBatch
 from models.metaban import PaperLearner
 from models.normalizer import LARGEST_DEVIATION
-from models.settings import MetaBanSettings
+from models.settings import MetaBanSettings, named_settings
 from tests.models.literal import LiteralArm, LiteralMetaBan, LiteralSettings
 
 #: Far above any gradient met here: the algorithms as printed do not clip.
@@ -62,7 +62,7 @@ def learner_settings(**changes: Any) -> MetaBanSettings:
         "standardize": False,
         "input_norm": 0.0,
     }
-    return MetaBanSettings.named("paper", **{**defaults, **changes})
+    return named_settings("paper", **{**defaults, **changes})
 
 
 def person(d: int, samples: int, generator: torch.Generator, *, forgotten: int = 0, weight: float = 1.0) -> Person:

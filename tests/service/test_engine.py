@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from models.settings import MetaBanSettings
+from models.settings import stored_settings
 from service.contracts import ArmInput, RecommendCommand, RewardCommand
 from service.engine import Engine
 from service.errors import DecisionConflict, InvalidInput
@@ -299,7 +299,7 @@ class TestSettings:
         await changed.start()
         record = await Namespaces(client).load("shop")
         assert record is not None
-        stored = MetaBanSettings.from_json(record.learner)
+        stored = stored_settings(record.learner)
         assert (stored.alpha, stored.user_rate) == (0.7, 0.01)
 
     async def test_other_partitions(self, engine: Engine, make_engine: MakeEngine) -> None:

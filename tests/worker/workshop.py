@@ -17,7 +17,7 @@ import torch
 from redis.asyncio import Redis
 
 from models.features import FeatureLayout
-from models.settings import MetaBanSettings
+from models.settings import MetaBanSettings, named_settings
 from store.codec import Sample
 from store.epochs import EpochStore
 from store.events import Delivery, EventStream, RewardEvent
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 def small(**changes: Any) -> MetaBanSettings:
     """A learner that fits in no time."""
-    return MetaBanSettings.named(changes.pop("preset", "paper"), **{"width": 6, "user_steps": 2, **changes})
+    return named_settings(changes.pop("preset", "paper"), **{"width": 6, "user_steps": 2, **changes})
 
 
 def layout(inputs: int = INPUTS) -> FeatureLayout:

@@ -1,0 +1,97 @@
+"""CLUB: Gentile, Li and Zappella, Online clustering of bandits, ICML 2014.
+
+Users are the nodes of a graph. After user i has learned, the edge to j is cut for good when
+
+    ‖w_i − w_j‖ > α₂·(F(T_i) + F(T_j)),        F(T) = √((1 + ln(1 + T))/(1 + T)),
+
+and the connected components are the clusters: an arm is scored by LinUCB on the samples of the whole component.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.baselines.base import Matrix
+from models.baselines.linear import WIDEST_POOLED, LinearBaseline
+from models.baselines.partition import Partition, confidence_width
+from models.baselines.ridge import Places
+
+#: The first graph joins two users with chance EDGE_FACTOR·ln(n)/n, enough to be connected almost surely.
+EDGE_FACTOR = 3.0
+
+
+@final
+class Club(LinearBaseline):
+    """Connected components of a user graph that only loses edges share their statistics."""
+
+    def __init__(
+        self,
+        *,
+        users: int,
+        dimension: int,
+        regularization: float = 1.0,
+        exploration: float = 0.1,
+        separation: float = 0.4,
+        standardize: bool = False,
+        seed: int = 0,
+        edge_factor: float = EDGE_FACTOR,
+    ) -> None:
+        super().__init__(
+            dimension=dimension,
+            regularization=regularization,
+            exploration=exploration,
+            standardize=standardize,
+            seed=seed,
+            widest=WIDEST_POOLED,
+        )
+        self._separation = separation
+        self.partition = Partition(users, self.standardizer.penalty)
+        chance = min(1.0, edge_factor * np.log(max(users, 2)) / users)
+        self.edges = np.triu(self.random.random((users, users)) < chance, 1)  # [n, n]
+        self.edges |= self.edges.T
+        self._split(np.arange(users))
+
+    def bounds(self, user: int, inputs: Matrix) -> Matrix:
+        """LinUCB's bound on the samples of the user's component, [k]."""
+        return self.partition.clusters.bounds(int(self.partition.labels[user]), inputs, self.exploration)
+
+    def observe(self, user: int, inputs: Matrix, reward: float) -> None:
+        """Learn, cut the edges that no longer hold, and split the component if it fell apart."""
+        self.partition.observe(user, inputs, reward)
+        neighbours = np.flatnonzero(self.edges[user])  # [e]
+        if not neighbours.size:
+            return
+        weights = self.standardizer.standard_weights(self.partition.users.all_weights())  # [n, D]
+        gaps = np.linalg.norm(weights[neighbours] - weights[user], axis=1)  # [e]
+        widths = confidence_width(self.partition.users.counts)  # [n]
+        parting = neighbours[gaps > self._separation * (widths[neighbours] + widths[user])]
+        if parting.size:
+            self.edges[user, parting] = self.edges[parting, user] = False
+            self._split(self.partition.members(int(self.partition.labels[user])))
+
+    def penalise(self, penalty: Matrix) -> None:
+        """Every model is solved anew when it is next asked."""
+        self.partition.penalise(penalty)
+
+    def _split(self, members: Places) -> None:
+        for component in components(self.edges, members)[1:]:
+            self.partition.separate(component)
+
+
+def components(edges: NDArray[np.bool_], members: Places) -> list[Places]:
+    """The connected components of the graph [n, n] among some members who have no edges to anybody else."""
+    waiting = np.zeros(len(edges), dtype=bool)  # [n]
+    waiting[members] = True
+    found: list[Places] = []
+    while waiting.any():
+        reached = np.zeros_like(waiting)  # [n]
+        front = np.array([waiting.argmax()])
+        while front.size:
+            reached[front] = True
+            front = np.flatnonzero(edges[front].any(0) & ~reached)
+        waiting &= ~reached
+        found.append(np.flatnonzero(reached))
+    return found

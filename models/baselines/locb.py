@@ -1,0 +1,97 @@
+"""LOCB: Ban and He, Local clustering in contextual multi-armed bandits, WWW 2021.
+
+A few users, drawn once, are seeds. Around seed s lies the local cluster of the users j with
+
+    ‖w_s − w_j‖ ≤ max(γ, α₂·(F(T_s) + F(T_j))),        F(T) = √((1 + ln(1 + T))/(1 + T)),
+
+so that everybody is a member until told apart, and those within the radius γ remain. Clusters overlap, and users come
+and go as estimates move. An arm's bound is the highest one among the clusters the user is in, each LinUCB on the
+samples of all its members; a user in no cluster stands alone.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.baselines.base import Matrix
+from models.baselines.linear import WIDEST_POOLED, LinearBaseline
+from models.baselines.partition import confidence_width
+from models.baselines.ridge import RidgeBank
+
+#: Seeds, as the authors' default has it.
+SEEDS = 20
+#: γ: users this near to a seed, in weights, belong to it for good.
+RADIUS = 0.2
+
+
+@final
+class Locb(LinearBaseline):
+    """Overlapping clusters around seeds; the most hopeful cluster decides."""
+
+    def __init__(
+        self,
+        *,
+        users: int,
+        dimension: int,
+        regularization: float = 1.0,
+        exploration: float = 0.1,
+        separation: float = 0.4,
+        standardize: bool = False,
+        seed: int = 0,
+        seeds: int = SEEDS,
+        radius: float = RADIUS,
+    ) -> None:
+        super().__init__(
+            dimension=dimension,
+            regularization=regularization,
+            exploration=exploration,
+            standardize=standardize,
+            seed=seed,
+            widest=WIDEST_POOLED,
+        )
+        self._separation = separation
+        self._radius = radius
+        self.users = RidgeBank(users, self.standardizer.penalty)
+        self.seeds = np.sort(self.random.choice(users, size=min(seeds, users), replace=False))  # [s]
+        self.clusters = RidgeBank(len(self.seeds), self.standardizer.penalty)
+        self.members = np.ones((len(self.seeds), users), dtype=bool)  # [s, n]
+
+    def bounds(self, user: int, inputs: Matrix) -> Matrix:
+        """The highest of LinUCB's bounds on the samples of the user's clusters, [k]."""
+        clusters = np.flatnonzero(self.members[:, user])  # [c]
+        if not clusters.size:
+            return self.users.bounds(user, inputs, self.exploration)
+        if clusters.size == 1:
+            return self.clusters.bounds(int(clusters[0]), inputs, self.exploration)
+        bounds: Matrix = self.clusters.bounds_of_all(clusters, inputs, self.exploration).max(0)
+        return bounds
+
+    def observe(self, user: int, inputs: Matrix, reward: float) -> None:
+        """Learn, and see which clusters the user is in now; a seed looks at everybody."""
+        self.users.observe(user, inputs, reward)
+        for cluster in np.flatnonzero(self.members[:, user]):
+            self.clusters.observe(int(cluster), inputs, reward)
+        near = self._near(user)  # [n]
+        changed = self.members[:, user] != near[self.seeds]  # [s]
+        self.members[:, user] = near[self.seeds]
+        own = self.seeds == user  # [s]
+        changed |= own & (self.members != near).any(1)
+        self.members[own] = near
+        for cluster in np.flatnonzero(changed):
+            self.clusters.assign(int(cluster), np.flatnonzero(self.members[cluster]), self.users)
+
+    def penalise(self, penalty: Matrix) -> None:
+        """Every model is solved anew when it is next asked."""
+        self.users.penalise(penalty)
+        self.clusters.penalise(penalty)
+
+    def _near(self, user: int) -> NDArray[np.bool_]:
+        """Whom a user's estimate cannot be told from, [n]."""
+        weights = self.standardizer.standard_weights(self.users.all_weights())  # [n, D]
+        widths = confidence_width(self.users.counts)  # [n]
+        gaps = np.linalg.norm(weights - weights[user], axis=1)  # [n]
+        near: NDArray[np.bool_] = gaps <= np.maximum(self._radius, self._separation * (widths + widths[user]))
+        return near

@@ -1,0 +1,54 @@
+"""What a user earned on arms just like this one, on top of what the head says.
+
+A head generalises and so cannot hold that *this* film failed; a network forgets it. The memory is a Gaussian process on
+the head's residuals e with a kernel so narrow that arms are either near-identical or unrelated. For such a kernel the
+posterior needs no matrix inverse: with s = Σ k(x, x_i) over the user's latest samples,
+
+    correction  g · Σ k(x, x_i) e_i / (1 + g·s)          variance left  g·σ² / (1 + g·s)
+
+g, the variance of what repeats over the variance of noise, is learned from all users: 0 where nothing repeats, large
+where an arm earns the same every time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Values of g to choose from: shares 0, 5, 17, 33, 50, 60 and 75% of a single residual are believed.
+GAINS = (0.0, 0.05, 0.2, 0.5, 1.0, 1.5, 3.0)
+#: Numbers held at once while kernels are computed.
+KERNEL_NUMBERS_MAX = 1 << 24
+
+
+def kernel(x: Tensor, kept: Tensor, radius: float) -> Tensor:
+    """exp(−½·(rms difference / radius)²): x [..., n, c], kept [..., S, c] → [..., n, S]."""
+    # A product would be quicker than differences, but cancels where arms are nearly the same: the only place that counts.
+    squared = torch.cdist(x, kept, compute_mode="donot_use_mm_for_euclid_dist").square() / max(1, x.shape[-1])
+    return (squared * (-0.5 / radius**2)).exp()
+
+
+def recall(similarity: Tensor, residuals: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Correction and share of variance left, both [...], from kernel values [..., S] and residuals [..., S]."""
+    seen = 1 + gain * similarity.sum(-1)
+    return gain * (similarity * residuals).sum(-1) / seen, gain / seen
+
+
+def foresight(x: Tensor, residuals: Tensor, valid: Tensor, radius: float) -> Tensor:
+    """Squared errors [len(GAINS)] of predicting each residual from the user's earlier ones, summed over users.
+
+    x [B, S, c] oldest first, residuals [B, S], valid [B, S].
+    """
+    samples = x.shape[1]
+    gains = torch.tensor(GAINS, dtype=x.dtype, device=x.device).view(-1, 1, 1)  # [G, 1, 1]
+    earlier = torch.ones(samples, samples, dtype=torch.bool, device=x.device).tril(-1)  # [S, S]
+    errors = torch.zeros(len(GAINS), dtype=torch.float64, device=x.device)
+    rows = max(1, KERNEL_NUMBERS_MAX // max(1, samples * samples))
+    for start in range(0, x.shape[0], rows):
+        part, e, real = x[start : start + rows], residuals[start : start + rows], valid[start : start + rows]
+        similarity = kernel(part, part, radius) * (earlier & real.unsqueeze(1))  # [b, S, S]
+        seen = similarity.sum(-1)  # [b, S]
+        told = (similarity @ e.unsqueeze(-1)).squeeze(-1)
+        missed = (e - gains * told / (1 + gains * seen)) * real  # [G, b, S]
+        errors += missed.to(torch.float64).square().sum((1, 2))
+    return errors

@@ -1,0 +1,152 @@
+"""Heads as exact posteriors under a prior learned from all users, in sufficient statistics.
+
+A user's reward for head inputs h is r = hᵀw_u + noise, w_u ~ N(μ, Σ), noise ~ N(0, σ²). With A = Σ hhᵀ and b = Σ hr the
+posterior is N(w, P), P = (A/σ² + Σ⁻¹)⁻¹, w = P(b/σ² + Σ⁻¹μ). (μ, Σ, σ²) maximise the likelihood of all users' rewards by
+EM: this is GEM-BML (Algorithm 1) where inference has no error, since Gaussian heads need none.
+
+*Groups.* A Gaussian cannot say that users come in kinds. The same statistics give centres: each user's own posterior
+mean is drawn towards the pooled posterior of those whose rewards it explains (a mean shift in the space of heads), until
+users of one kind share one centre. A user is then N(c_q, κΣ) around some centre, and the evidence of their own rewards
+says which: a user with two events belongs a little everywhere, one with fifty to a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+#: Variance of a coefficient that nobody has shown anything of, as a share of σ², and how many users that weighs.
+UNSEEN_SPREAD = 0.04
+UNSEEN_USERS = 2.0
+#: Spread of rewards around the model before any is seen, worth one event.
+FIRST_NOISE = 0.1
+#: Smallest σ².
+LEAST_NOISE = 1e-6
+#: Events at which a user's voice counts half in the search for groups.
+HALF_VOICE_EVENTS = 5.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What is known of U users: A [U, D, D], b [U, D], Σr² [U], events [U], all float64."""
+
+    gram: Tensor
+    moment: Tensor
+    squares: Tensor
+    events: Tensor
+
+    @classmethod
+    def of(cls, heads: Tensor, rewards: Tensor, weight: Tensor) -> Self:
+        """From head inputs [U, S, D], rewards [U, S], and a weight [U, S] that is 0 for padding."""
+        h, r, w = heads.to(torch.float64), rewards.to(torch.float64), weight.to(torch.float64)
+        weighted = h * w.unsqueeze(-1)
+        return cls(weighted.mT @ h, (weighted * r.unsqueeze(-1)).sum(1), (w * r.square()).sum(1), w.sum(1))
+
+    @classmethod
+    def joined(cls, parts: list[Statistics]) -> Statistics:
+        """Users of several batches, one after the other."""
+        return Statistics(
+            torch.cat([part.gram for part in parts]),
+            torch.cat([part.moment for part in parts]),
+            torch.cat([part.squares for part in parts]),
+            torch.cat([part.events for part in parts]),
+        )
+
+    def rows(self, index: Tensor) -> Statistics:
+        """Some of the users."""
+        return Statistics(self.gram[index], self.moment[index], self.squares[index], self.events[index])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """μ [D], Σ [D, D], Σ⁻¹ [D, D] and σ² [], float64."""
+
+    mean: Tensor
+    covariance: Tensor
+    precision: Tensor
+    noise: Tensor
+
+    @classmethod
+    def initial(cls, dimension: int) -> Prior:
+        """Before any event."""
+        noise = torch.tensor(FIRST_NOISE, dtype=torch.float64)
+        return cls.of(
+            torch.zeros(dimension, dtype=torch.float64), torch.eye(dimension, dtype=torch.float64) * noise / 2, noise
+        )
+
+    @classmethod
+    def of(cls, mean: Tensor, covariance: Tensor, noise: Tensor) -> Prior:
+        """With the inverse of Σ."""
+        return cls(mean, covariance, inverse(covariance), noise)
+
+    def posterior(self, gram: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean [..., D] and covariance [..., D, D] of heads with these statistics."""
+        covariance = inverse(gram / self.noise + self.precision)
+        natural = moment / self.noise + self.precision @ self.mean
+        return (covariance @ natural.unsqueeze(-1)).squeeze(-1), covariance
+
+    def improved(self, users: Statistics) -> Prior:
+        """One step of EM."""
+        mean, covariance = self.posterior(users.gram, users.moment)  # [U, D], [U, D, D]
+        count = mean.shape[0]
+        centre = mean.mean(0)
+        away = mean - centre
+        seconds = covariance + mean.unsqueeze(-1) * mean.unsqueeze(-2)  # [U, D, D], E[wwᵀ]
+        errors = users.squares.sum() - 2 * (mean * users.moment).sum() + (users.gram * seconds).sum()
+        noise = ((errors + FIRST_NOISE) / (users.events.sum() + 1)).clamp_min(LEAST_NOISE)
+        unseen = torch.eye(centre.shape[0], dtype=mean.dtype, device=mean.device) * (UNSEEN_SPREAD * noise)
+        spread = (covariance.sum(0) + away.mT @ away + UNSEEN_USERS * unseen) / (count + UNSEEN_USERS)
+        return Prior.of(centre, (spread + spread.mT) / 2, noise)
+
+
+def inverse(matrix: Tensor) -> Tensor:
+    """Of symmetric positive definite matrices [..., D, D]."""
+    return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Centres [Q, D] with the logarithm of their weight [Q]; a row of weight −∞ stands for no centre."""
+
+    centres: Tensor
+    log_weight: Tensor
+
+    def beliefs(self, prior: Prior, share: float, gram: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For users with statistics [R, …]: how likely each centre is [R, Q], the head around it [R, Q, D], and the
+        covariance of all of them [R, D, D], when a group varies by Σ·share."""
+        precision = prior.precision / share
+        covariance = inverse(gram / prior.noise + precision)  # [R, D, D]
+        pull = self.centres @ precision  # [Q, D]
+        natural = (moment / prior.noise).unsqueeze(1) + pull  # [R, Q, D]
+        heads = natural @ covariance
+        evidence = 0.5 * (heads * natural).sum(-1) - 0.5 * (pull * self.centres).sum(-1) + self.log_weight  # [R, Q]
+        return evidence.softmax(-1), heads, covariance
+
+
+def find_groups(prior: Prior, users: Statistics, share: float, steps: int) -> Groups:
+    """Centres, one a user, after `steps` shifts towards those whose rewards they explain."""
+    log_weight = (users.events / (users.events + HALF_VOICE_EVENTS)).log()
+    centres, _ = prior.posterior(users.gram, users.moment)  # [U, D]
+    within = prior.precision / share
+    covariance = inverse(users.gram / prior.noise + within)  # [U, D, D]
+    known = users.moment / prior.noise  # [U, D]
+    drawn = (covariance @ known.unsqueeze(-1)).squeeze(-1)  # [U, D]
+    itself = torch.eye(centres.shape[0], dtype=torch.bool, device=centres.device)
+    for _ in range(steps):
+        pull = centres @ within  # [U, D]
+        # ½ aᵀPa of Groups.beliefs for every pair, without a tensor of all pairs' heads: a = known + pull.
+        outer = (pull.unsqueeze(-1) * pull.unsqueeze(-2)).flatten(1)  # [U, D²]
+        evidence = drawn @ pull.mT + 0.5 * covariance.flatten(1) @ outer.mT  # [U, U]
+        evidence = evidence - 0.5 * (pull * centres).sum(-1) + log_weight
+        belief = evidence.masked_fill(itself, -torch.inf).softmax(-1)
+        belief = torch.where(itself, torch.ones_like(belief), belief.nan_to_num(0.0))
+        gram = (belief @ users.gram.flatten(1)).view_as(users.gram)
+        moment = belief @ users.moment
+        centres, _ = prior.posterior(gram, moment)
+    return Groups(centres, log_weight)

@@ -1,0 +1,101 @@
+"""The regret commands refuse what they do not know, skip what is missing, and write what is asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from bench.cli import bench_app
+from bench.environments import ENVIRONMENTS
+from bench.methods import METHODS, unavailable
+from bench.scenarios import SCENARIOS
+from bench.vowpal import candidates
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(bench_app, arguments, env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("regret", "--env", "mars"), ENVIRONMENTS),
+        (("ablation", "--env", "mars"), ENVIRONMENTS),
+        (("regret", "--methods", "linucb,magic"), METHODS),
+        (("regret", "--methods", ","), METHODS),
+        (("scenarios", "--only", "magic"), SCENARIOS),
+        (("scenarios", "--learner", "magic"), ("paper", "pooled")),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(arguments: tuple[str, ...], names: tuple[str, ...]) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert all(name in result.output for name in names)
+
+
+def test_missing_data_is_skipped_in_one_line(tmp_path: Path) -> None:
+    result = bench("regret", "--env", "yelp", "--data", str(tmp_path), "--methods", "linucb")
+    assert result.exit_code == 0
+    assert result.output.splitlines() == [
+        f"skipped yelp: yelp.npz is not in {tmp_path}; point --data at the folder that has it"
+    ]
+
+
+@pytest.mark.skipif(unavailable("vw") is not None, reason="needs the extra vw")
+def test_a_run_prints_its_table_and_writes_what_is_asked_for(tmp_path: Path) -> None:
+    result = bench(
+        "regret", "--methods", "linucb,vw", "--rounds", "50", "--seeds", "7-9", "--jobs", "1",
+        "--json", str(tmp_path / "regret.json"), "--plot", str(tmp_path / "regret.png"), "--check",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "regret.json").read_text())
+    assert found["settings"]["seeds"] == [7, 8, 9]
+    assert found["settings"]["rounds"] == 50
+    assert len(found["results"]["methods"]["linucb"]["regrets"]) == 3
+    assert (tmp_path / "regret.png").read_bytes().startswith(b"\x89PNG")
+    assert "linucb" in result.output
+
+
+def test_quick_is_small_and_says_so(tmp_path: Path) -> None:
+    result = bench(
+        "regret", "--methods", "linucb", "--quick", "--jobs", "1", "--seeds", "7-9", "--json", str(tmp_path / "r")
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "r").read_text())
+    assert found["quick"] is True
+    assert found["settings"]["rounds"] == 500
+    assert found["settings"]["seeds"] == [7, 8]
+
+
+def test_a_bar_that_does_not_hold_fails_a_checked_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("scenarios", "--only", "delay", "--learner", "paper", "--rounds", "20", "--seeds", "7", "--jobs", "1")
+    monkeypatch.setattr("bench.scenarios.DELAY_LIMIT", 100.0)
+    assert bench(*arguments, "--check").exit_code == 0
+    monkeypatch.setattr("bench.scenarios.DELAY_LIMIT", 0.0)
+    assert bench(*arguments, "--check").exit_code == 1
+    assert bench(*arguments).exit_code == 0
+
+
+def test_a_run_that_raises_is_an_error_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.scenarios.NUS", (0.5,))
+    monkeypatch.setitem(SCENARIOS, "nu", replace(SCENARIOS["nu"], env="synthetic"))
+    result = bench("scenarios", "--only", "nu", "--learner", "paper", "--rounds", "5", "--seeds", "7", "--jobs", "1")
+    assert result.exit_code == 1
+    assert "failed: ν = 0.5, seed 7: ValueError: nu must be above 1" in result.output
+
+
+@pytest.mark.skipif(unavailable("vw") is not None, reason="needs the extra vw")
+def test_tuning_tries_baselines_and_vowpal_and_writes_the_choice(tmp_path: Path) -> None:
+    arguments = ("tune", "--envs", "synthetic,yelp", "--methods", "linucb,vw", "--rounds", "4", "--jobs", "1")
+    result = bench(*arguments, "--data", str(tmp_path), "--json", str(tmp_path / "chosen.json"))
+    assert result.exit_code == 0, result.output
+    assert "skipped yelp: " in result.output
+    found = json.loads((tmp_path / "chosen.json").read_text())
+    assert list(found) == ["synthetic"]
+    assert {"regularization", "exploration"} <= set(found["synthetic"]["linucb"]["settings"])
+    assert found["synthetic"]["vw"]["settings"]["options"] in candidates(8)
+    assert found["synthetic"]["vw"]["rounds"] == found["synthetic"]["linucb"]["rounds"] == 20
