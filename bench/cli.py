@@ -110,6 +110,23 @@ def freshness(
 
 
 @bench_app.command()
+def latency(json: Json = None, plot: Plot = None, quick: Quick = False, check: Check = False) -> None:
+    """What a decision, an update and learning cost: ratios to named references, in turns with them on one thread.
+
+    [bold]paper[/] runs against the paper's loops, [bold]default[/] against Vowpal Wabbit where it is installed, few
+    users against many, and scoring against what the machine could do at best.
+    """
+    from bench.latency import LatencyPlan, measure_latency
+    from bench.latency_views import plot_latency, print_latency
+
+    report = measure_latency(LatencyPlan.quick() if quick else LatencyPlan(), quick=quick, console=console)
+    print_latency(report, console)
+    if plot is not None:
+        plot_latency(report, plot)
+    _finish(report, json, check=check, failed=False)
+
+
+@bench_app.command()
 def regret(
     env: Env = "synthetic",
     methods: Annotated[

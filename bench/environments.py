@@ -218,7 +218,8 @@ def _movielens_features(folder: Path) -> tuple[Places, Matrix, Matrix]:
 def _rating_features(vectors: Matrix) -> Matrix:
     """Rows of unit length with a constant 1 behind, all divided by √2."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return np.concatenate([unit, np.ones((len(unit), 1))], axis=1) / np.sqrt(2)
+    features: Matrix = np.concatenate([unit, np.ones((len(unit), 1))], axis=1) / np.sqrt(2)
+    return features
 
 
 @final

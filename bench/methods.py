@@ -33,10 +33,11 @@ RIVALS: Final = ("linucb", "linucb-user", "club", "sclub", "cofiba", "locb", "ne
 METHODS: Final = (*LEARNERS, *RIVALS)
 #: Settings of the learner that a variant of `default` replaces, by the name of the method.
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
-    "shared-net": {"heads": False},
+    "shared-net": {"heads": False, "embed": False, "groups": False, "memory": False},
     "default-no-groups": {"groups": False},
     "default-no-memory": {"memory": False},
     "default-no-trunk": {"trunk": False},
+    "default-no-embedding": {"embed": False},
     "default-no-codes": {"bins": 0},
     "default-greedy": {"alpha": 0.0},
 }

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.environments import build_environment
 from bench.methods import VOWPAL, Method, Question
 from bench.runs import Contender, Run, play
-from bench.tuning import FINAL_FACTOR, SLOW_DIVISOR, SLOW_WORLDS, TUNING_SEED
+from bench.tuning import FIRST_LOOK_DIVISOR, SLOW_DIVISOR, SLOW_WORLDS, TUNING_SEED
 
 EXPLORATIONS: Final = ("--squarecb --gamma_scale 1000", "--epsilon 0.02", "--bag 5 --greedify")
 INTERACTIONS: Final = ("-q ua", "-q ua -q aa")
@@ -51,7 +51,7 @@ def choose_options(env: str, *, data: Path | None, rounds: int, console: Console
     dimension = build_environment(env, seed=TUNING_SEED, data=data).dimension
     rounds = max(1, rounds // SLOW_DIVISOR) if env in SLOW_WORLDS else rounds
     left, regrets = candidates(dimension), [0.0]
-    for length in (rounds, FINAL_FACTOR * rounds):
+    for length in (rounds, FIRST_LOOK_DIVISOR * rounds):
         run = Run(Contender.plain(VOWPAL), env, TUNING_SEED, length, data)
         regrets = []
         for options in left:
@@ -61,7 +61,8 @@ def choose_options(env: str, *, data: Path | None, rounds: int, console: Console
         order = np.argsort(regrets, kind="stable")[:FINALISTS]
         left, regrets = [left[place] for place in order], [regrets[place] for place in order]
     settings = {"options": left[0]}
-    return {"settings": settings, "seed": TUNING_SEED, "rounds": FINAL_FACTOR * rounds, "regret": round(regrets[0], 1)}
+    played = FIRST_LOOK_DIVISOR * rounds
+    return {"settings": settings, "seed": TUNING_SEED, "rounds": played, "regret": round(regrets[0], 1)}
 
 
 def chosen_options(env: str) -> str:

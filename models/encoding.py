@@ -62,7 +62,8 @@ def principal_directions(z: Tensor, count: int) -> Tensor:
     rows = thinned(z).to(torch.float64)
     values, vectors = torch.linalg.eigh(rows.mT @ rows / max(1, rows.shape[0]))  # ascending
     scale = values[-count:].clamp_min(SMALLEST_VARIANCE).rsqrt()
-    return (vectors[:, -count:] * scale).to(z.dtype)
+    directions: Tensor = (vectors[:, -count:] * scale).to(z.dtype)
+    return directions
 
 
 def thinned(rows: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ KERNEL_NUMBERS_MAX = 1 << 24
 
 def kernel(x: Tensor, kept: Tensor, radius: float) -> Tensor:
     """exp(−½·(rms difference / radius)²): x [..., n, c], kept [..., S, c] → [..., n, S]."""
-    # A product would be quicker than differences, but cancels where arms are nearly the same: the only place that counts.
-    squared = torch.cdist(x, kept, compute_mode="donot_use_mm_for_euclid_dist").square() / max(1, x.shape[-1])
-    return (squared * (-0.5 / radius**2)).exp()
+    # Products would be quicker than differences, but cancel where arms are nearly the same, the only place that counts.
+    distance = torch.cdist(x, kept, compute_mode="donot_use_mm_for_euclid_dist")
+    return (distance.square() * (-0.5 / (radius**2 * max(1, x.shape[-1])))).exp()
 
 
 def recall(similarity: Tensor, residuals: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,15 @@
 """The default learner: Meta-Ban's shape with posteriors in place of gradient steps.
 
-    meta-learner   a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads     trunk.py, prior.py
-    user learner   an exact posterior over w_u on h(x) = [1, x, p(x)], and a memory of its own arms     prior.py, memory.py
-    groups         centres of users who agree; per arm, those centres that agree with the user on it    prior.py
-    adaptation     the group supplies the prior of the decision, the user's own rewards the rest
-    score          mean + α·σ, both of the posterior
+    meta-learner  a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads   trunk.py, prior.py
+    user learner  an exact posterior over w_u on h(x) = [1, x, p(x)], and a memory of its arms       prior.py, memory.py
+    groups        kinds of users, found by who explains whose rewards                                prior.py
+    adaptation    the groups a user may belong to supply the prior of the decision                   judging.py
+    score         mean + α·σ, both of the posterior
 
 p enters a head as it was when the arm was chosen (it is noted with the decision): computed later, by a trunk that has
 since learned from that very reward, it would tell the head the answer. For the same reason groups are judged by what
-they foresaw: the predictions with and without them are noted too, and the guard λ weighs one against the other.
+they foresaw: the predictions with and without them are noted too, and the guard λ weighs one against the other. The
+trunk is told who asks by the head that the user had at that moment, so that it can learn what kinds of users want.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import torch
 from torch import Tensor
 
 from models.encoding import bins_for, centring, even_edges, piecewise, principal_directions, quantile_edges
+from models.judging import count_agreeing, judge, remember
 from models.learner import Learner, Query, Scores, State, UserBatch, newest
-from models.memory import GAINS, KERNEL_NUMBERS_MAX, foresight, kernel, recall
+from models.memory import GAINS, foresight
 from models.metaban import doubled
 from models.normalizer import Moments, standardize, winsorize
-from models.prior import Groups, Prior, Statistics, find_groups
+from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, inverse
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
 
-#: What is noted of a decision: the trunk's prediction, and the head's without and with groups.
-TRUNK, ALONE, TOGETHER = range(3)
+#: What is noted of a decision: the trunk's prediction, the head's without and with groups, then who asked (EMBEDDED…).
+TRUNK, ALONE, TOGETHER, EMBEDDED = range(4)
+#: Largest coordinate of a user's embedding, in deviations of the prior.
+EMBEDDING_REACH = 4.0
 #: Users that groups are made of, those with the most events; one centre each.
 VOICES_MAX = 256
 #: Applied events from which groups are looked for.
@@ -47,8 +51,6 @@ GAIN_EVIDENCE = 3.0
 class PosteriorLearner(Learner):
     """Posterior heads on a shared trunk."""
 
-    noted = 3
-
     def __init__(self, settings: PosteriorSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
         self.settings = settings
         self.inputs_expected = inputs
@@ -58,7 +60,10 @@ class PosteriorLearner(Learner):
         #: Numbers of an input that heads and memory see.
         self.seen = settings.head_directions if self.narrowed else inputs
         self.head_size = self.seen + 2
-        self.trunk = Trunk(inputs * (1 + self.bins), settings.width, settings.depth)
+        #: Numbers that tell the trunk who asks: the user's head on [1, x].
+        self.embedded = self.seen + 1 if settings.embed else 0
+        self.noted = EMBEDDED + self.embedded
+        self.trunk = Trunk(inputs * (1 + self.bins) + self.embedded, settings.width, settings.depth)
         kept = settings.memory_samples
         self.fields = {
             "gram": (self.head_size, self.head_size),
@@ -81,8 +86,8 @@ class PosteriorLearner(Learner):
             "prior_covariance": prior.covariance,
             "prior_precision": prior.precision,
             "noise": prior.noise,
-            "centres": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
-            "voices": torch.zeros(VOICES_MAX, dtype=torch.float64),
+            "group_pull": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
+            "group_offset": torch.full((VOICES_MAX,), NO_GROUP, dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
             "gain": torch.tensor(self.settings.first_gain, dtype=torch.float64),
         }
@@ -99,11 +104,16 @@ class PosteriorLearner(Learner):
         zeros = {name: shared["trunk"].new_zeros(shape) for name, shape in self.fields.items()}
         return {**zeros, "head": shared["prior_mean"].to(self.dtype)}
 
-    # -- inputs
-
     def codes(self, shared: State, z: Tensor) -> Tensor:
         """What the trunk sees of standardised inputs [..., d]."""
         return torch.cat([z, piecewise(z, shared["edges"])], dim=-1) if self.bins else z
+
+    def embedding(self, shared: State, heads: Tensor) -> Tensor:
+        """Who asks, to the trunk: users' mean heads [R, D] around the prior's, in its deviations → [R, e]."""
+        mean = shared["prior_mean"][: self.embedded].to(self.dtype)
+        deviation = shared["prior_covariance"].diagonal()[: self.embedded].sqrt().to(self.dtype)
+        away = (heads[:, : self.embedded] - mean) / deviation
+        return away.clamp(-EMBEDDING_REACH, EMBEDDING_REACH)
 
     def heads(self, shared: State, z: Tensor, predicted: Tensor) -> Tensor:
         """h = [1, x, p]: z [..., d], predicted [...] → [..., D]."""
@@ -113,8 +123,6 @@ class PosteriorLearner(Learner):
     def standardized(self, shared: State, raw: Tensor) -> Tensor:
         """Raw inputs [..., d] in standard deviations."""
         return standardize(raw, shared["mean"], shared["scale"])
-
-    # -- users
 
     def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
         h = self.heads(shared, self.standardized(shared, batch.features), batch.phi[..., TRUNK])  # [B, S, D]
@@ -132,88 +140,44 @@ class PosteriorLearner(Learner):
 
     def _believed_head(self, shared: State, gram: Tensor, moment: Tensor) -> Tensor:
         """The mean head of users with statistics [B, …], groups weighed by the guard: [B, D]."""
-        prior, groups = _prior(shared), _groups(shared)
+        prior = stored_prior(shared)
         alone, _ = prior.posterior(gram, moment)
         if not self.settings.groups:
             return alone
-        belief, heads, _ = groups.beliefs(prior, self.settings.group_spread, gram, moment)
-        return alone.lerp((belief.unsqueeze(1) @ heads).squeeze(1), shared["guard"])
+        covariance = inverse(gram / prior.noise + prior.precision / self.settings.group_spread)
+        groups, rewarded = self._groups(shared), moment / prior.noise
+        return alone.lerp(groups.head(covariance, rewarded, groups.beliefs(covariance, rewarded)), shared["guard"])
 
-    # -- requests
+    def _groups(self, shared: State) -> Groups:
+        return Groups(shared["group_pull"], shared["group_offset"], self.settings.group_spread)
 
     def score(self, shared: State, pool: State, query: Query) -> Scores:
         z = self.standardized(shared, query.arms)  # [N, d]
-        predicted = self.trunk.predict(shared["trunk"], self.codes(shared, z))  # [N]
-        if not self.settings.trunk:
-            predicted = torch.zeros_like(predicted)
-        h32 = self.heads(shared, z, predicted)  # [N, D]
+        asking = self.embedding(shared, query.own["head"])[query.request]  # [N, e]
+        if self.settings.trunk:
+            x = torch.cat([self.codes(shared, z), asking], dim=-1)
+            predicted = self.trunk.predict(shared["trunk"], x)  # [N]
+        else:
+            predicted = torch.zeros_like(z[:, 0])
         if not self.settings.heads:
-            return self._scores(predicted, torch.zeros_like(predicted), predicted, predicted, predicted, 0)
-        h = h32.to(torch.float64)
-        prior, request = _prior(shared), query.request
-        gram, moment = query.own["gram"].to(torch.float64), query.own["moment"].to(torch.float64)
-        head, covariance = prior.posterior(gram, moment)  # [R, D], [R, D, D]
-        alone = (h * head[request]).sum(-1)  # [N]
-        variance = (h * (covariance[request] @ h.unsqueeze(-1)).squeeze(-1)).sum(-1)
-        together, mean = alone, alone
-        if self.settings.groups:
-            together, group_variance, group_head = self._grouped(shared, prior, gram, moment, h, request)
-            together = torch.where(shared["voices"].any(), together, alone)
-            mean = alone.lerp(together, shared["guard"])
-            variance = variance.lerp(group_variance, shared["guard"])
-            head = head.lerp(group_head, shared["guard"])
-        reach = self.settings.nu * variance.clamp_min(0).sqrt()  # [N]
-        agreeing = (h32 @ pool["head"].mT - mean.unsqueeze(-1).to(self.dtype)).abs() <= reach.unsqueeze(-1)  # [N, P]
-        if agreeing.shape[1]:
-            themselves = torch.arange(agreeing.shape[1], device=h.device) == query.own_row[request].unsqueeze(-1)
-            agreeing = agreeing & ~themselves
+            nobody = torch.ones_like(predicted, dtype=torch.int64)
+            phi = torch.cat([predicted.unsqueeze(-1).expand(-1, EMBEDDED), asking], dim=-1)
+            return Scores(predicted, torch.zeros_like(predicted), nobody, phi)
+        h = self.heads(shared, z, predicted)  # [N, D]
+        prior = stored_prior(shared)
+        groups = self._groups(shared) if self.settings.groups else None
+        judged = judge(prior, groups, shared["guard"], query, h)
+        group_size = count_agreeing(pool["head"], query, h, judged, self.settings.nu)
+        mean, variance = judged.mean, judged.variance
         if self.settings.memory:
-            correction, left = self._remembered(shared, query, h32, head.to(self.dtype))
-            mean = mean + correction
-            variance = variance + prior.noise * left
-        bonus = self.settings.alpha * variance.clamp_min(0).sqrt()
-        return self._scores(mean, bonus, predicted, alone, together, agreeing.sum(-1))
-
-    def _scores(
-        self, mean: Tensor, bonus: Tensor, predicted: Tensor, alone: Tensor, together: Tensor, others: Tensor | int
-    ) -> Scores:
-        phi = torch.stack([predicted.to(torch.float64), alone.to(torch.float64), together.to(torch.float64)], dim=-1)
-        size = torch.ones_like(predicted, dtype=torch.int64) + others
-        return Scores(mean.to(self.dtype), bonus.to(self.dtype), size, phi.to(self.dtype))
-
-    def _grouped(
-        self, shared: State, prior: Prior, gram: Tensor, moment: Tensor, h: Tensor, request: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and variance [N] of arms h [N, D] when groups supply the prior, and the users' mean heads [R, D]."""
-        groups = _groups(shared)
-        belief, heads, covariance = groups.beliefs(prior, self.settings.group_spread, gram, moment)
-        own = (h * (covariance[request] @ h.unsqueeze(-1)).squeeze(-1)).sum(-1)  # [N]
-        said = (heads[request] @ h.unsqueeze(-1)).squeeze(-1)  # [N, Q]
-        weight = belief[request]  # [N, Q]
-        mean = (weight * said).sum(-1)
-        spread = (weight * (said - mean.unsqueeze(-1)).square()).sum(-1)
-        return mean, own + spread, (belief.unsqueeze(1) @ heads).squeeze(1)
-
-    def _remembered(self, shared: State, query: Query, h: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        """Correction [N] and share of the noise's variance left [N] by the users' memories."""
-        gain = shared["gain"].to(self.dtype)
-        own = query.own
-        residuals = own["kept_rewards"] - (own["kept_heads"] @ head.unsqueeze(-1)).squeeze(-1)  # [R, S]
-        residuals = residuals * own["kept_valid"]
-        kept = own["kept_heads"][..., 1:-1]  # [R, S, c]
-        x = h[:, 1:-1]
-        corrections, lefts = [], []
-        step = max(1, KERNEL_NUMBERS_MAX // max(1, kept.shape[1] * self.seen))
-        for start in range(0, x.shape[0], step):
-            rows = query.request[start : start + step]
-            near = kernel(x[start : start + step].unsqueeze(1), kept[rows], self.settings.memory_radius).squeeze(1)
-            near = near * own["kept_valid"][rows]  # [n, S]
-            correction, left = recall(near, residuals[rows], gain)
-            corrections.append(correction)
-            lefts.append(left)
-        return torch.cat(corrections).to(torch.float64), torch.cat(lefts).to(torch.float64)
-
-    # -- epochs
+            correction, left = remember(query, h, judged.head, shared["gain"], self.settings.memory_radius)
+            mean, variance = mean + correction, torch.addcmul(variance, left, prior.noise)
+        return Scores(
+            mean.to(self.dtype),
+            variance.clamp_min(0).sqrt().mul(self.settings.alpha).to(self.dtype),
+            group_size,
+            torch.column_stack([predicted, judged.alone.to(self.dtype), judged.together.to(self.dtype), asking]),
+        )
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         wait = max(self.settings.epoch_events, int(self.settings.epoch_growth * total_events))
@@ -234,7 +198,7 @@ class PosteriorLearner(Learner):
         users = Statistics.joined(
             [Statistics.of(h, batch.rewards, batch.valid) for h, batch in zip(heads, batches, strict=True)]
         )
-        prior = _prior(derived)
+        prior = stored_prior(derived)
         for _ in range(EM_STEPS_REFIT if refit else EM_STEPS):
             prior = prior.improved(users)
         derived |= {
@@ -270,12 +234,13 @@ class PosteriorLearner(Learner):
             return {}
         features = torch.cat([batch.features[batch.valid] for batch in batches])  # [n, d]
         rewards = torch.cat([batch.rewards[batch.valid] for batch in batches])  # [n]
+        asking = torch.cat([batch.phi[batch.valid][:, EMBEDDED:] for batch in batches])  # [n, e]
         generator = torch.Generator().manual_seed((self.settings.seed << 32) + total_events)
         wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
         for _ in range(min(max(1, wanted), self.settings.epoch_steps_max)):
             drawn = torch.randint(features.shape[0], (self.settings.replayed,), generator=generator)
             drawn = drawn.to(features.device)
-            x = self.codes(shared, self.standardized(shared, features[drawn]))
+            x = torch.cat([self.codes(shared, self.standardized(shared, features[drawn])), asking[drawn]], dim=-1)
             gradient = self.trunk.gradient(state.parameters, x, rewards[drawn])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
         return {
@@ -288,11 +253,10 @@ class PosteriorLearner(Learner):
     def _grouped_anew(self, prior: Prior, users: Statistics, batches: Sequence[UserBatch]) -> State:
         loudest = users.events.argsort(descending=True, stable=True)[:VOICES_MAX]
         groups = find_groups(prior, users.rows(loudest), self.settings.group_spread, SHIFT_STEPS)
-        missing = VOICES_MAX - groups.centres.shape[0]
-        pad = groups.centres.new_zeros
+        missing = VOICES_MAX - groups.offset.shape[0]
         return {
-            "centres": torch.cat([groups.centres, pad(missing, self.head_size)]),
-            "voices": torch.cat([groups.log_weight.exp(), pad(missing)]),
+            "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, self.head_size)]),
+            "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
             "guard": sum_guard(batches, prior.noise),
         }
 
@@ -324,11 +288,6 @@ def sum_guard(batches: Sequence[UserBatch], noise: Tensor) -> Tensor:
     return (evidence / (2 * noise)).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
 
 
-def _prior(shared: State) -> Prior:
+def stored_prior(shared: State) -> Prior:
+    """The prior of an epoch."""
     return Prior(shared["prior_mean"], shared["prior_covariance"], shared["prior_precision"], shared["noise"])
-
-
-def _groups(shared: State) -> Groups:
-    """The centres. Before there are any, the guard is 0 and nothing of this is used; it only has to be finite."""
-    voices = shared["voices"]
-    return Groups(shared["centres"], torch.where(voices.any(), voices.log(), torch.zeros_like(voices)))

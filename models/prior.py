@@ -1,11 +1,11 @@
 """Heads as exact posteriors under a prior learned from all users, in sufficient statistics.
 
-A user's reward for head inputs h is r = hᵀw_u + noise, w_u ~ N(μ, Σ), noise ~ N(0, σ²). With A = Σ hhᵀ and b = Σ hr the
-posterior is N(w, P), P = (A/σ² + Σ⁻¹)⁻¹, w = P(b/σ² + Σ⁻¹μ). (μ, Σ, σ²) maximise the likelihood of all users' rewards by
-EM: this is GEM-BML (Algorithm 1) where inference has no error, since Gaussian heads need none.
+A user's reward for head inputs h is r = hᵀw_u + noise, w_u ~ N(μ, Σ), noise ~ N(0, σ²). With A = Σ hhᵀ, b = Σ hr the
+posterior is N(w, P), P = (A/σ² + Σ⁻¹)⁻¹, w = P(b/σ² + Σ⁻¹μ). (μ, Σ, σ²) maximise the likelihood of everyone's rewards
+by EM: this is GEM-BML (Algorithm 1) where inference has no error, since Gaussian heads need none.
 
-*Groups.* A Gaussian cannot say that users come in kinds. The same statistics give centres: each user's own posterior
-mean is drawn towards the pooled posterior of those whose rewards it explains (a mean shift in the space of heads), until
+*Groups.* A Gaussian cannot say that users come in kinds. The same statistics give centres: each user's posterior mean
+is drawn towards the pooled posterior of those whose rewards it explains (a mean shift in the space of heads), until
 users of one kind share one centre. A user is then N(c_q, κΣ) around some centre, and the evidence of their own rewards
 says which: a user with two events belongs a little everywhere, one with fifty to a group.
 """
@@ -27,6 +27,8 @@ FIRST_NOISE = 0.1
 LEAST_NOISE = 1e-6
 #: Events at which a user's voice counts half in the search for groups.
 HALF_VOICE_EVENTS = 5.0
+#: Offset of a row that is no group; finite, since everything that is stored has to be.
+NO_GROUP = -1e9
 
 
 @final
@@ -87,8 +89,12 @@ class Prior:
     def posterior(self, gram: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """Mean [..., D] and covariance [..., D, D] of heads with these statistics."""
         covariance = inverse(gram / self.noise + self.precision)
+        return self.mean_under(covariance, moment), covariance
+
+    def mean_under(self, covariance: Tensor, moment: Tensor) -> Tensor:
+        """The posterior's mean [..., D], when its covariance is known."""
         natural = moment / self.noise + self.precision @ self.mean
-        return (covariance @ natural.unsqueeze(-1)).squeeze(-1), covariance
+        return (covariance @ natural.unsqueeze(-1)).squeeze(-1)
 
     def improved(self, users: Statistics) -> Prior:
         """One step of EM."""
@@ -112,21 +118,38 @@ def inverse(matrix: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Centres [Q, D] with the logarithm of their weight [Q]; a row of weight −∞ stands for no centre."""
+    """Q kinds of users, w ~ N(c_q, κΣ), as a request needs them: Σ⁻¹c_q/κ [Q, D], and log weight − ½ c_qᵀΣ⁻¹c_q/κ [Q].
 
-    centres: Tensor
-    log_weight: Tensor
+    A row of offset NO_GROUP stands for none.
+    """
 
-    def beliefs(self, prior: Prior, share: float, gram: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For users with statistics [R, …]: how likely each centre is [R, Q], the head around it [R, Q, D], and the
-        covariance of all of them [R, D, D], when a group varies by Σ·share."""
-        precision = prior.precision / share
-        covariance = inverse(gram / prior.noise + precision)  # [R, D, D]
-        pull = self.centres @ precision  # [Q, D]
-        natural = (moment / prior.noise).unsqueeze(1) + pull  # [R, Q, D]
-        heads = natural @ covariance
-        evidence = 0.5 * (heads * natural).sum(-1) - 0.5 * (pull * self.centres).sum(-1) + self.log_weight  # [R, Q]
-        return evidence.softmax(-1), heads, covariance
+    pull: Tensor
+    offset: Tensor
+    share: float  #: κ
+
+    @classmethod
+    def of(cls, prior: Prior, centres: Tensor, log_weight: Tensor, share: float) -> Groups:
+        """From centres [Q, D] and the logarithm of their weights [Q]."""
+        pull = centres @ prior.precision / share
+        return cls(pull, log_weight - 0.5 * (pull * centres).sum(-1), share)
+
+    def centres(self, prior: Prior) -> Tensor:
+        """c_q [Q, D]."""
+        return self.pull @ prior.covariance * self.share
+
+    def any(self) -> Tensor:
+        """Whether there are any [] bool."""
+        return self.offset.max() > NO_GROUP / 2
+
+    def beliefs(self, covariance: Tensor, known: Tensor) -> Tensor:
+        """How likely each group is [R, Q], for users with b/σ² [R, D] and covariance (A/σ² + Σ⁻¹/κ)⁻¹ [R, D, D]."""
+        # ½ aᵀPa with a = known + pull; the part without pull is the same for all groups.
+        drawn = (covariance @ known.unsqueeze(-1)).mT + 0.5 * (self.pull @ covariance)  # [R, Q, D]
+        return torch.softmax((drawn * self.pull).sum(-1) + self.offset, dim=-1)
+
+    def head(self, covariance: Tensor, known: Tensor, belief: Tensor) -> Tensor:
+        """The users' mean heads [R, D] under these beliefs."""
+        return (covariance @ (known + belief @ self.pull).unsqueeze(-1)).squeeze(-1)
 
 
 def find_groups(prior: Prior, users: Statistics, share: float, steps: int) -> Groups:
@@ -149,4 +172,4 @@ def find_groups(prior: Prior, users: Statistics, share: float, steps: int) -> Gr
         gram = (belief @ users.gram.flatten(1)).view_as(users.gram)
         moment = belief @ users.moment
         centres, _ = prior.posterior(gram, moment)
-    return Groups(centres, log_weight)
+    return Groups.of(prior, centres, log_weight, share)

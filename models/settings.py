@@ -78,6 +78,7 @@ class PosteriorSettings(LearnerSettings):
     alpha: float = 0.3  #: α, weight of the posterior's deviation
     # What it is made of; each can be left out to see what it is worth.
     trunk: bool = True
+    embed: bool = True  # tell the trunk who asks
     heads: bool = True  # False: the trunk alone, no users
     groups: bool = True
     memory: bool = True
@@ -89,7 +90,7 @@ class PosteriorSettings(LearnerSettings):
     trunk_rate: float = 0.001
     trunk_decay: float = 0.1
     replayed: int = 256  # samples a step
-    steps_per_event: float = 0.5
+    steps_per_event: float = 0.25
     epoch_steps_max: int = 2_048
     # Heads: inputs of more than `head_inputs_max` numbers reach them as `head_directions` principal directions.
     head_inputs_max: int = 48
@@ -106,7 +107,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_growth: float = 0.03
 
     STRUCTURE = ("preset", "seed", "width", "depth", "bins", "codes_max", "head_inputs_max", "head_directions",
-                 "memory_samples")  # fmt: skip
+                 "memory_samples", "embed")  # fmt: skip
 
     def _check_values(self) -> None:
         self._at_least(1, "width", "depth", "replayed", "epoch_steps_max", "head_inputs_max", "head_directions")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -32,7 +33,7 @@ class Trunk:
     def sizes(self) -> list[tuple[int, int]]:
         """(outputs, inputs) of each layer."""
         widths = [self.inputs, *[self.width] * self.depth, 1]
-        return [(after, before) for before, after in zip(widths, widths[1:], strict=False)]
+        return [(after, before) for before, after in pairwise(widths)]
 
     @property
     def parameters(self) -> int:

@@ -1,0 +1,188 @@
+"""Populations to time decisions and updates in: Meta-Ban's beside its reference, and crowds of the default learner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bench.harness import plain_layout
+from bench.methods import shipped_settings
+from bench.reference import ReferenceArm, ReferenceMetaBan
+from models.exploration import Slate, build_policy, decision_generator, draw_slate
+from models.features import assemble
+from models.learner import Learner, State, UserBatch
+from models.metaban import PaperLearner
+from models.posterior import PosteriorLearner
+from models.settings import MetaBanSettings, PosteriorSettings
+from service.served import ArmScores, ScoreRequest, ServedModel
+from store.users import UserState
+
+#: How far the fast code's results may lie from the reference's, absolute below one and relative above.
+AGREEMENT: Final = 1e-4
+#: Distinct users of a crowd; the others have copies of their states, each in memory of its own.
+DISTINCT_USERS: Final = 1_000
+#: Samples of each of them, and the applied events that the crowd's epoch claims.
+CROWD_SAMPLES, CROWD_EVENTS = 8, 4_096
+#: Events since the epoch before: so many of them train the trunk.
+CROWD_EPOCH_EVENTS: Final = 64
+
+CPU: Final = torch.device("cpu")
+
+
+class Disagreement(RuntimeError):
+    """Fast code and reference came to different results, so that their times cannot be compared."""
+
+
+def decide(served: ServedModel, user: str, arms: NDArray[np.float64], number: int) -> Slate:
+    """A decision as the service makes it: inputs, scores, and an arm drawn by the shipped policy."""
+    shipped = shipped_settings()
+    policy = build_policy(shipped.policy, epsilon=shipped.epsilon, squarecb_gamma=shipped.squarecb_gamma)
+    scores = served.score([ScoreRequest(user, assemble(plain_layout(arms.shape[1]), arms.tolist(), None))])[0]
+    return draw_slate(policy, scores.mean, scores.bonus, 1, decision_generator(0, str(number)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PaperPopulation:
+    """Users of preset `paper` with random samples, in the fast learner and in the reference."""
+
+    learner: PaperLearner
+    shared: State
+    batch: UserBatch
+    previous: State
+    reference: ReferenceMetaBan
+    users: tuple[str, ...]
+
+    @classmethod
+    def random(cls, *, users: int, samples: int, dimension: int, seed: int) -> PaperPopulation:
+        """Inputs have the norm that the preset gives to inputs, so that the reference need not prepare them."""
+        settings = MetaBanSettings(seed=seed)
+        learner = PaperLearner(settings, plain_layout(dimension).dimension)
+        shared = learner.initial_shared()
+        names = tuple(f"user-{number}" for number in range(users))
+        random = np.random.default_rng(seed)
+        features = random_inputs(random, users, samples, dimension)
+        rewards = (random.random((users, samples)) < 0.5).astype(np.float32)
+        batch = batch_of(features, rewards, learner)
+        observations = {
+            name: list(zip(torch.from_numpy(x), r.tolist(), strict=True))
+            for name, x, r in zip(names, features, rewards, strict=True)
+        }
+        reference = ReferenceMetaBan(settings, shared["theta0"], observations)
+        newborn = learner.newborn(shared)
+        previous = {name: tensor.expand(users, *tensor.shape) for name, tensor in newborn.items()}
+        return cls(learner, shared, batch, previous, reference, names)
+
+    def fit(self) -> State:
+        """All users' updates at once."""
+        with torch.inference_mode():
+            return self.learner.fit(self.shared, self.batch, self.previous)
+
+    def fit_reference(self) -> list[Tensor]:
+        """All users' updates by the reference, one after the other."""
+        return [self.reference.gradient_descent_user(user) for user in self.users]
+
+    def check_fits(self) -> float:
+        """The largest difference of users' parameters; too large a one is an error."""
+        return largest_difference(self.fit()["theta"], torch.stack(self.fit_reference()))
+
+    def serve(self) -> ServedModel:
+        """The fast learner serving all users; the reference is given the same parameters."""
+        fitted = self.fit()
+        self.reference.fitted = dict(zip(self.users, fitted["theta"].clone(), strict=True))
+        served = ServedModel(self.learner, CPU, pool_max=len(self.users), guests_max=1)
+        served.put(list(user_states(self.users, fitted, events=self.batch.rewards.shape[1])))
+        return served
+
+
+def check_decision(scores: ArmScores, arms: Sequence[ReferenceArm]) -> float:
+    """The largest difference of means and bonuses; too large a one, or another group, is an error."""
+    sizes = [len(arm.members) for arm in arms]
+    if scores.group_size.tolist() != sizes:
+        raise Disagreement(f"groups have {scores.group_size.tolist()} members, the reference's {sizes}")
+    found = torch.from_numpy(np.stack([scores.mean, scores.bonus]))
+    return largest_difference(found, torch.tensor([[arm.mean for arm in arms], [arm.bonus for arm in arms]]))
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """Absolute below one and relative above; more than AGREEMENT is an error."""
+    difference = float(((found - expected).abs() / expected.abs().clamp_min(1)).max())
+    if not difference <= AGREEMENT:
+        raise Disagreement(f"results differ from the reference's by {difference:.2g}, more than {AGREEMENT:g}")
+    return difference
+
+
+def random_arms(random: np.random.Generator, count: int, dimension: int) -> NDArray[np.float64]:
+    """Arms [count, dimension] that, with the constant behind, have the norm `paper` gives to inputs."""
+    rows = random.standard_normal((count, dimension))
+    length = np.sqrt(MetaBanSettings.input_norm**2 - 1)
+    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True) * length)
+
+
+def random_inputs(random: np.random.Generator, users: int, samples: int, dimension: int) -> NDArray[np.float32]:
+    """What the learner sees of random arms: [users, samples, d]."""
+    arms = random_arms(random, users * samples, dimension)
+    return assemble(plain_layout(dimension), arms.tolist(), None).reshape(users, samples, -1)
+
+
+def batch_of(features: NDArray[np.float32], rewards: NDArray[np.float32], learner: Learner) -> UserBatch:
+    """Users [B] with as many samples each: features [B, S, d], rewards [B, S]."""
+    count, samples = rewards.shape
+    return UserBatch(
+        features=torch.from_numpy(features),
+        rewards=torch.from_numpy(rewards),
+        valid=torch.ones(count, samples, dtype=torch.bool),
+        events=torch.full((count,), samples),
+        draw=torch.zeros(count, dtype=torch.int64),
+        weight=torch.ones(count, dtype=learner.dtype),
+        phi=torch.zeros(count, samples, learner.noted, dtype=learner.dtype),
+    )
+
+
+def user_states(users: Sequence[str], states: State, *, events: int) -> Iterable[UserState]:
+    """Rows of stacked states under the users' names, copied: rows of users are not shared."""
+    arrays: dict[str, NDArray[Any]] = {name: tensor.numpy().copy() for name, tensor in states.items()}
+    for row, user in enumerate(users):
+        yield UserState(user, 0, events, 1, {name: np.asarray(array[row]) for name, array in arrays.items()})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Users of the default learner under one epoch with a trained trunk and groups."""
+
+    learner: PosteriorLearner
+    shared: State
+    distinct: State
+
+    @classmethod
+    def random(cls, *, dimension: int, seed: int) -> Crowd:
+        """Everybody's samples and rewards are random: what they learned does not matter to the time it takes."""
+        learner = PosteriorLearner(PosteriorSettings(seed=seed), plain_layout(dimension).dimension)
+        random = np.random.default_rng(seed)
+        features = random_inputs(random, DISTINCT_USERS, CROWD_SAMPLES, dimension)
+        rewards = (random.random((DISTINCT_USERS, CROWD_SAMPLES)) < 0.5).astype(np.float32)
+        batch = batch_of(features, rewards, learner)
+        with torch.inference_mode():
+            shared = learner.derive(learner.initial_shared(), [batch], CROWD_EVENTS - CROWD_EPOCH_EVENTS, CROWD_EVENTS)
+            newborn = learner.newborn(shared)
+            previous = {name: tensor.expand(DISTINCT_USERS, *tensor.shape) for name, tensor in newborn.items()}
+            distinct = learner.fit(shared, batch, previous)
+        return cls(learner, shared, distinct)
+
+    def serve(self, users: int, *, pool: int) -> ServedModel:
+        """A model that holds so many users: `pool` of them in the candidate pool, the rest as guests."""
+        served = ServedModel(self.learner, CPU, pool_max=pool, guests_max=users)
+        names = [f"user-{number}" for number in range(users)]
+        arrays = {name: tensor.numpy() for name, tensor in self.shared.items()}
+        served.adopt_epoch(1, CROWD_EVENTS, arrays, names[:pool])
+        for start in range(0, users, DISTINCT_USERS):
+            part = names[start : start + DISTINCT_USERS]
+            served.put(list(user_states(part, self.distinct, events=CROWD_SAMPLES)))
+        return served

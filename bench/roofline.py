@@ -1,0 +1,154 @@
+"""How near a decision of the default learner comes to what the machine could do at best.
+
+The least work of a decision is counted from shapes: every operation of the formulas once, every number that has to be
+read or written once, nothing in between leaving the cache. Over the machine's measured speeds that is a time no program
+with these formulas beats:
+
+    bound = max(bytes / bandwidth, single-precision flops / their peak + double-precision flops / theirs)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+
+from models.learner import Learner
+from models.posterior import VOICES_MAX, PosteriorLearner
+
+#: Bytes of the tensor that is copied: far more than caches hold.
+COPIED_BYTES: Final = 1 << 29
+#: Rows and columns of the matrices multiplied.
+MULTIPLIED_SIZE: Final = 1_024
+#: Repeats; the best counts, since a peak is asked for.
+REPEATS: Final = 7
+#: What batch 64 aims for, as a share of the bound.
+AIM: Final = 0.40
+SINGLE, DOUBLE = 4, 8  #: bytes of a number
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measured speeds of one thread."""
+
+    bytes_per_s: float
+    single_flops_per_s: float
+    double_flops_per_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a decision: flops in single and double precision, and bytes that have to move."""
+
+    name: str
+    single: float
+    double: float
+    bytes: float
+
+    def bound_s(self, machine: Machine) -> float:
+        """The least time for it."""
+        computing = self.single / machine.single_flops_per_s + self.double / machine.double_flops_per_s
+        return max(self.bytes / machine.bytes_per_s, computing)
+
+
+def measure_machine(copied_bytes: int = COPIED_BYTES) -> Machine:
+    """Copy a large tensor (read and written), and multiply square matrices."""
+    source = torch.ones(copied_bytes // SINGLE)
+    target = torch.empty_like(source)
+    copying = _best(lambda: target.copy_(source))
+    flops, size = {}, MULTIPLIED_SIZE
+    for dtype in (torch.float32, torch.float64):
+        a, b = torch.rand(size, size, dtype=dtype), torch.rand(size, size, dtype=dtype)
+        flops[dtype] = 2 * size**3 / _best(partial(torch.mm, a, b, out=torch.empty_like(a)))
+    return Machine(2 * source.nbytes / copying, flops[torch.float32], flops[torch.float64])
+
+
+def _best(work: Callable[[], object]) -> float:
+    work()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool: int) -> list[Part]:
+    """The least work of scoring `requests` requests of `arms` arms each against a pool."""
+    total, size, seen = requests * arms, learner.head_size, learner.seen
+    inputs, codes = learner.inputs_expected, learner.inputs_expected * learner.bins
+    kept = learner.settings.memory_samples
+    weights = sum(rows * columns for rows, columns in learner.trunk.sizes)
+    narrowing = inputs * seen if learner.narrowed else 0
+    shared_in = DOUBLE * (2 * size * size + size) + SINGLE * narrowing
+    own_in = SINGLE * (size * size + size)
+    arms_in_out = SINGLE * total * (inputs + 2 + learner.noted) + DOUBLE * total
+    return [
+        # Standardise: 2 an input. Codes: difference, quotient and two bounds each. Layers: multiply and add.
+        Part(
+            "trunk",
+            total * (2 * inputs + 4 * codes + 2 * weights),
+            0,
+            SINGLE * (learner.trunk.parameters + 2 * inputs + (codes + inputs if codes else 0)) + arms_in_out,
+        ),
+        # An inverse by Cholesky is D³; the mean D², each arm's mean 2D and variance 2D² + 2D.
+        Part(
+            "posterior",
+            2 * total * narrowing,
+            requests * (size**3 + 2 * size * size) + total * (2 * size * size + 4 * size),
+            shared_in + requests * own_in,
+        ),
+        # The same around centres: a head and its evidence for each, and what each says of each arm.
+        Part(
+            "groups",
+            0,
+            requests * (size**3 + VOICES_MAX * (2 * size * size + 4 * size))
+            + total * (2 * size * size + 2 * size + VOICES_MAX * (2 * size + 5)),
+            DOUBLE * VOICES_MAX * (size + 1),
+        ),
+        # Everybody's prediction of every arm, its distance and whether that is near.
+        Part("agreement", total * pool * (2 * size + 3), 0, SINGLE * pool * size),
+        # Residuals of the kept samples; squared distances and a kernel of each, summed twice.
+        Part(
+            "memory",
+            requests * kept * 2 * size + total * kept * (3 * seen + 6),
+            0,
+            SINGLE * requests * kept * (size + 2),
+        ),
+    ]
+
+
+def bound_of(parts: Sequence[Part], machine: Machine) -> float:
+    """The least time in seconds for all parts together: reading one may go on while another computes."""
+    return Part(
+        "all", sum(part.single for part in parts), sum(part.double for part in parts), sum(part.bytes for part in parts)
+    ).bound_s(machine)
+
+
+def roofline_row(
+    learner: PosteriorLearner, machine: Machine, took_s: float, *, requests: int, arms: int, pool: int
+) -> dict[str, Any]:
+    """A measured scoring call beside its bound."""
+    parts = decision_parts(learner, requests=requests, arms=arms, pool=pool)
+    bound = bound_of(parts, machine)
+    return {
+        "requests": requests,
+        "bytes": sum(part.bytes for part in parts),
+        "flops": sum(part.single + part.double for part in parts),
+        "bound_ms": bound * 1_000,
+        "took_ms": took_s * 1_000,
+        "share": bound / took_s,
+        "parts": [{**asdict(part), "bound_ms": part.bound_s(machine) * 1_000} for part in parts],
+    }
+
+
+def bytes_a_user(learner: Learner) -> int:
+    """What one user's tensors take in memory."""
+    return sum(math.prod(shape) for shape in learner.fields.values()) * learner.dtype.itemsize

@@ -1,0 +1,214 @@
+"""The default learner as its equations say, slow and obviously right.
+
+One user, one arm, one sample at a time, in float64 numpy, and nothing imported from `models`. Where the fast code keeps
+sums A = Σ hhᵀ and b = Σ hr and inverts precisions, this keeps the samples and conditions the joint normal distribution
+of coefficients and rewards; where that compares evidences up to a constant, this takes densities of all rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import multivariate_normal
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LiteralShared:
+    """What all users share."""
+
+    mean: Array  # [d]
+    scale: Array  # [d]
+    edges: Array | None  # [d, bins + 1]
+    directions: Array | None  # [d, c]
+    trunk: list[tuple[Array, Array]]  # weights [rows, columns] and offsets [rows] of each layer
+    prior_mean: Array  # μ [D]
+    prior_covariance: Array  # Σ [D, D]
+    noise: float  # σ²
+    centres: list[Array]  # each [D]
+    voices: list[float]
+    guard: float  # λ
+    gain: float  # g
+
+
+@dataclass(frozen=True)
+class LiteralSettings:
+    """The settings that scoring reads."""
+
+    alpha: float
+    nu: float
+    group_spread: float  # κ
+    memory_samples: int
+    memory_radius: float
+    trunk: bool
+    heads: bool
+    groups: bool
+    memory: bool
+
+
+@dataclass(frozen=True)
+class LiteralSample:
+    """A reward, the arm it was for, and the trunk's prediction noted when the arm was chosen."""
+
+    raw: Array
+    noted: float
+    reward: float
+
+
+@dataclass
+class LiteralArm:
+    """What is found for one arm."""
+
+    mean: float
+    bonus: float
+    noted: tuple[float, float, float]
+    #: |prediction of a user of the pool − mean| and how much of it still is agreement, by their row.
+    distances: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+class LiteralPosterior:
+    """`fit` and `score` of the default learner."""
+
+    def __init__(self, settings: LiteralSettings, shared: LiteralShared) -> None:
+        self.settings = settings
+        self.shared = shared
+
+    # -- inputs
+
+    def standardized(self, raw: Array) -> Array:
+        """In standard deviations, cut off at 10."""
+        z = [(x - m) / s for x, m, s in zip(raw, self.shared.mean, self.shared.scale, strict=True)]
+        return np.array([min(max(value, -10.0), 10.0) for value in z])
+
+    def predicted(self, raw: Array) -> float:
+        """p(x): the trunk on z and its piecewise-linear codes."""
+        if not self.settings.trunk:
+            return 0.0
+        z = self.standardized(raw)
+        codes = []
+        if self.shared.edges is not None:
+            for value, edges in zip(z, self.shared.edges, strict=True):
+                for low, high in zip(edges, edges[1:], strict=False):
+                    codes.append(min(max((value - low) / (high - low), 0.0), 1.0) - 0.5)
+        y = np.array([*z, *codes])
+        *hidden, last = self.shared.trunk
+        for weights, offsets in hidden:
+            y = np.maximum(weights @ y + offsets, 0.0)
+        return float((last[0] @ y + last[1])[0])
+
+    def inputs(self, raw: Array) -> Array:
+        """The part of h that comes from the arm alone."""
+        z = self.standardized(raw)
+        return z if self.shared.directions is None else self.shared.directions.T @ z
+
+    def h(self, raw: Array, predicted: float) -> Array:
+        """[1, x, p]."""
+        return np.array([1.0, *self.inputs(raw), predicted])
+
+    # -- users
+
+    def posterior(self, mean: Array, covariance: Array, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
+        """w ~ N(mean, covariance) given r_i = h_iᵀw + noise: the normal distribution of (w, r), conditioned on r."""
+        if not samples:
+            return mean, covariance
+        rows = np.array([self.h(sample.raw, sample.noted) for sample in samples])  # [S, D]
+        rewards = np.array([sample.reward for sample in samples])
+        among = rows @ covariance @ rows.T + self.shared.noise * np.eye(len(samples))
+        across = covariance @ rows.T
+        kalman = across @ np.linalg.inv(among)
+        return mean + kalman @ (rewards - rows @ mean), covariance - kalman @ across.T
+
+    def beliefs(self, samples: Sequence[LiteralSample]) -> list[float]:
+        """Bayes' rule: voice × density of the user's rewards when their head is N(centre, κΣ)."""
+        within = self.settings.group_spread * self.shared.prior_covariance
+        logs = []
+        for centre, voice in zip(self.shared.centres, self.shared.voices, strict=True):
+            log = math.log(voice)
+            if samples:
+                rows = np.array([self.h(sample.raw, sample.noted) for sample in samples])
+                covariance = rows @ within @ rows.T + self.shared.noise * np.eye(len(samples))
+                log += float(
+                    multivariate_normal.logpdf([sample.reward for sample in samples], rows @ centre, covariance)
+                )
+            logs.append(log)
+        weights = [math.exp(log - max(logs)) for log in logs]
+        return [weight / sum(weights) for weight in weights]
+
+    def grouped(self, samples: Sequence[LiteralSample]) -> list[tuple[float, Array, Array]]:
+        """How likely each group is, with the user's head and its covariance if they belong to it."""
+        within = self.settings.group_spread * self.shared.prior_covariance
+        return [
+            (belief, *self.posterior(centre, within, samples))
+            for belief, centre in zip(self.beliefs(samples), self.shared.centres, strict=True)
+        ]
+
+    def head(self, samples: Sequence[LiteralSample]) -> Array:
+        """The mean head: alone with 1 − λ, in groups with λ."""
+        alone, _ = self.posterior(self.shared.prior_mean, self.shared.prior_covariance, samples)
+        if not self.settings.groups or not self.shared.centres:
+            return alone
+        together = np.zeros_like(alone)
+        for belief, mean, _ in self.grouped(samples):
+            together = together + belief * mean
+        return (1 - self.shared.guard) * alone + self.shared.guard * together
+
+    def statistics(self, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
+        """A = Σ hhᵀ and b = Σ hr."""
+        size = self.shared.prior_mean.shape[0]
+        gram, moment = np.zeros((size, size)), np.zeros(size)
+        for sample in samples:
+            h = self.h(sample.raw, sample.noted)
+            gram += np.outer(h, h)
+            moment += h * sample.reward
+        return gram, moment
+
+    def kept(self, samples: Sequence[LiteralSample]) -> Sequence[LiteralSample]:
+        """The newest samples, oldest first."""
+        return list(samples)[max(0, len(samples) - self.settings.memory_samples) :]
+
+    # -- requests
+
+    def score(self, raw: Array, own: Sequence[LiteralSample], pool: Sequence[Array], own_row: int) -> LiteralArm:
+        """One arm for a user with these samples, among a pool of these heads."""
+        shared, settings = self.shared, self.settings
+        predicted = self.predicted(raw)
+        if not settings.heads:
+            return LiteralArm(predicted, 0.0, (predicted, predicted, predicted))
+        h = self.h(raw, predicted)
+        head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
+        alone, variance = float(h @ head), float(h @ covariance @ h)
+        together, mean = alone, alone
+        if settings.groups and shared.centres:
+            groups = self.grouped(own)
+            together = sum(belief * float(h @ w) for belief, w, _ in groups)
+            # The variance of a mixture: what is left within each, and how far apart they are.
+            mixed = sum(belief * float(h @ p @ h) for belief, _, p in groups)
+            mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
+            mean = (1 - shared.guard) * alone + shared.guard * together
+            variance = (1 - shared.guard) * variance + shared.guard * mixed
+        arm = LiteralArm(mean, 0.0, (predicted, alone, together))
+        for row, other in enumerate(pool):
+            if row != own_row:
+                arm.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
+        if settings.memory:
+            correction, left = self.remembered(raw, own)
+            arm.mean += correction
+            variance += left
+        arm.bonus = settings.alpha * math.sqrt(variance)
+        return arm
+
+    def remembered(self, raw: Array, own: Sequence[LiteralSample]) -> tuple[float, float]:
+        """g·Σ k e / (1 + g·s) and g·σ² / (1 + g·s)."""
+        gain, x, head = self.shared.gain, self.inputs(raw), self.head(own)
+        told = seen = 0.0
+        for sample in self.kept(own):
+            apart = math.sqrt(float(np.mean((x - self.inputs(sample.raw)) ** 2)))
+            similarity = math.exp(-0.5 * (apart / self.settings.memory_radius) ** 2)
+            told += similarity * (sample.reward - float(self.h(sample.raw, sample.noted) @ head))
+            seen += similarity
+        return gain * told / (1 + gain * seen), gain * self.shared.noise / (1 + gain * seen)

@@ -1,0 +1,121 @@
+"""The trunk's own forward and backward pass against autograd, its optimiser against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.trunk import Trunk, TrunkState
+
+
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(trunk: Trunk, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Parameters, inputs and rewards."""
+    generator = generator_of(seed)
+    flat = torch.randn(trunk.parameters, generator=generator, dtype=torch.float64)
+    x = torch.randn(rows, trunk.inputs, generator=generator, dtype=torch.float64)
+    return flat, x, torch.rand(rows, generator=generator, dtype=torch.float64)
+
+
+def module_of(trunk: Trunk, flat: Tensor) -> torch.nn.Sequential:
+    """The same network out of torch's layers: weights row after row, then offsets, layer by layer."""
+    widths = [trunk.inputs, *[trunk.width] * trunk.depth, 1]
+    layers: list[torch.nn.Module] = []
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [torch.nn.Linear(before, after, dtype=flat.dtype), torch.nn.ReLU()]
+    module = torch.nn.Sequential(*layers[:-1])
+    torch.nn.utils.vector_to_parameters(flat.clone(), module.parameters())
+    return module
+
+
+SHAPES = [Trunk(1, 1, 1), Trunk(3, 4, 1), Trunk(5, 7, 2), Trunk(4, 6, 3)]
+
+
+@pytest.mark.parametrize("trunk", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_predictions_and_gradients_are_those_of_autograd(trunk: Trunk, rows: int) -> None:
+    flat, x, rewards = drawn(trunk, rows)
+    module = module_of(trunk, flat)
+    output = module(x).squeeze(-1)
+    torch.testing.assert_close(trunk.predict(flat, x), output.detach(), rtol=1e-10, atol=1e-10)
+    expected = torch.autograd.grad((output - rewards).square().mean(), list(module.parameters()))
+    gradient = trunk.gradient(flat, x, rewards)
+    assert gradient.shape == flat.shape
+    torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]), rtol=1e-10, atol=1e-10)
+
+
+def test_nothing_given_is_changed() -> None:
+    trunk = SHAPES[2]
+    flat, x, rewards = drawn(trunk, 9)
+    before = flat.clone(), x.clone(), rewards.clone()
+    trunk.predict(flat, x)
+    state = TrunkState.fresh(flat)
+    state.after(trunk.gradient(flat, x, rewards), 0.1, 0.1)
+    assert torch.equal(flat, before[0])
+    assert torch.equal(x, before[1])
+    assert torch.equal(rewards, before[2])
+    assert not state.first.any()
+    assert float(state.steps) == 0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_steps_are_those_of_adamw(decay: float) -> None:
+    trunk, rate = SHAPES[2], 0.01
+    flat, _, _ = drawn(trunk, 1)
+    parameter = torch.nn.Parameter(flat.clone())
+    optimizer = torch.optim.AdamW([parameter], lr=rate, weight_decay=decay)
+    state, generator = TrunkState.fresh(flat), generator_of(1)
+    for step in range(20):
+        gradient = torch.randn(flat.shape, generator=generator, dtype=torch.float64)
+        # Clear of 0, where it matters whether ε joins the root before or after its correction.
+        gradient = gradient.sign() * (gradient.abs() + 0.5)
+        parameter.grad = gradient
+        optimizer.step()
+        state = state.after(gradient, rate, decay)
+        torch.testing.assert_close(state.parameters, parameter.detach(), rtol=0, atol=1e-7 * rate * (step + 1))
+        assert float(state.steps) == step + 1
+
+
+def test_training_can_go_on_in_another_process() -> None:
+    """All that a step needs is in the state."""
+    trunk = SHAPES[1]
+    flat, x, rewards = drawn(trunk, 9)
+    straight = TrunkState.fresh(flat)
+    for _ in range(6):
+        straight = straight.after(trunk.gradient(straight.parameters, x, rewards), 0.01, 0.1)
+    state = TrunkState.fresh(flat)
+    for _ in range(6):
+        state = TrunkState(*(value.clone() for value in (state.parameters, state.first, state.second, state.steps)))
+        state = state.after(trunk.gradient(state.parameters, x, rewards), 0.01, 0.1)
+    assert torch.equal(state.parameters, straight.parameters)
+
+
+def test_a_function_is_learned() -> None:
+    trunk = Trunk(2, 32, 2)
+    generator = generator_of(2)
+    x = torch.randn(512, 2, generator=generator)
+    rewards = ((x[:, 0] * x[:, 1]) > 0).to(x.dtype)
+    state = TrunkState.fresh(trunk.initial(generator, torch.float32))
+    for _ in range(400):
+        rows = torch.randint(512, (128,), generator=generator)
+        state = state.after(trunk.gradient(state.parameters, x[rows], rewards[rows]), 0.005, 0.01)
+    assert (trunk.predict(state.parameters, x) - rewards).square().mean() < 0.05  # a constant leaves 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_untrained_trunk_says_little_and_the_same_every_time(dtype: torch.dtype) -> None:
+    trunk = Trunk(20, 64, 2)
+    first, second = (trunk.initial(generator_of(3), dtype) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.shape == (trunk.parameters,)
+    assert first.dtype == dtype
+    x = torch.randn(200, 20, generator=generator_of(4), dtype=dtype)
+    assert trunk.predict(first, x).abs().max() < 0.1
+    for weights, offsets in trunk.layers(first)[:-1]:
+        bound = weights.shape[1] ** -0.5
+        assert max(weights.abs().max(), offsets.abs().max()) <= bound
+        assert weights.abs().max() > 0.95 * bound
