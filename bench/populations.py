@@ -142,6 +142,7 @@ def batch_of(features: NDArray[np.float32], rewards: NDArray[np.float32], learne
         draw=torch.zeros(count, dtype=torch.int64),
         weight=torch.ones(count, dtype=learner.dtype),
         phi=torch.zeros(count, samples, learner.noted, dtype=learner.dtype),
+        epochs=torch.zeros(count, samples, dtype=torch.int64),
     )
 
 

@@ -16,7 +16,7 @@ from models.normalizer import CONSTANT_RELATIVE_SPREAD, Moments
 
 #: Narrowest bin, in standard deviations: a column with few distinct values would have bins of no width.
 NARROWEST_BIN = 0.01
-#: Rows that quantiles and principal directions are taken from; evenly spread over those there are.
+#: Rows that quantiles and principal directions are taken from.
 ROWS_MAX = 8_192
 #: Variance below which a principal direction is not blown up to unit variance.
 SMALLEST_VARIANCE = 1e-3
@@ -42,7 +42,7 @@ def even_edges(inputs: int, bins: int) -> Tensor:
 
 def quantile_edges(z: Tensor, bins: int) -> Tensor:
     """Edges [d, bins + 1] at the quantiles of standardised rows [n, d]."""
-    ordered = thinned(z).sort(0).values  # [n', d]
+    ordered = z.sort(0).values  # [n, d]
     share = torch.linspace(0, 1, bins + 1, dtype=z.dtype, device=z.device)
     place = (share * (ordered.shape[0] - 1)).round().to(torch.int64)
     quantiles = ordered[place].mT  # [d, bins + 1]
@@ -59,13 +59,8 @@ def piecewise(z: Tensor, edges: Tensor) -> Tensor:
 
 def principal_directions(z: Tensor, count: int) -> Tensor:
     """The `count` directions of standardised rows [n, d] that vary most, scaled to unit variance: [d, count]."""
-    rows = thinned(z).to(torch.float64)
+    rows = z.to(torch.float64)
     values, vectors = torch.linalg.eigh(rows.mT @ rows / max(1, rows.shape[0]))  # ascending
     scale = values[-count:].clamp_min(SMALLEST_VARIANCE).rsqrt()
     directions: Tensor = (vectors[:, -count:] * scale).to(z.dtype)
     return directions
-
-
-def thinned(rows: Tensor) -> Tensor:
-    """At most ROWS_MAX rows, evenly spread."""
-    return rows[:: -(-rows.shape[0] // ROWS_MAX)] if rows.shape[0] > ROWS_MAX else rows

@@ -76,7 +76,7 @@ def remember(query: Query, arms: Tensor, heads: Tensor, gain: Tensor, radius: fl
     arms [N, D], heads [R, D].
     """
     own, gain = query.own, gain.to(arms.dtype)
-    valid = own["kept_valid"]
+    valid = own["kept_weights"]
     expected = (own["kept_heads"] @ heads.to(arms.dtype).unsqueeze(-1)).squeeze(-1)
     residuals = (own["kept_rewards"] - expected) * valid  # [R, S]
     kept, x = own["kept_heads"][..., 1:-1], arms[:, 1:-1]  # without the constant and the trunk's prediction

@@ -30,6 +30,7 @@ class UserBatch:
     draw: Tensor  # [B] int64 ≥ 0: a stable hash for whatever a learner chooses at random
     weight: Tensor  # [B] w_u of Eq. 5: how much this user teaches others
     phi: Tensor  # [B, S, q]: what `score` noted of the samples when they were chosen
+    epochs: Tensor  # [B, S] int64: the epoch they were chosen under
 
 
 @dataclass(frozen=True, slots=True)

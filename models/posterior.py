@@ -15,23 +15,40 @@ trunk is told who asks by the head that the user had at that moment, so that it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from models.encoding import bins_for, centring, even_edges, piecewise, principal_directions, quantile_edges
+from models.encoding import (
+    ROWS_MAX,
+    bins_for,
+    centring,
+    even_edges,
+    piecewise,
+    principal_directions,
+    quantile_edges,
+)
 from models.judging import count_agreeing, judge, remember
 from models.learner import Learner, Query, Scores, State, UserBatch, newest
-from models.memory import GAINS, foresight
 from models.metaban import doubled
 from models.normalizer import Moments, standardize, winsorize
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, inverse
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
+from models.upkeep import (
+    CHANGE_EPOCHS,
+    EMBEDDED,
+    FADED,
+    TRUNK,
+    Samples,
+    gain_of,
+    guard_of,
+    sample_weights,
+    tastes_changed,
+)
 
-#: What is noted of a decision: the trunk's prediction, the head's without and with groups, then who asked (EMBEDDED…).
-TRUNK, ALONE, TOGETHER, EMBEDDED = range(4)
 #: Largest coordinate of a user's embedding, in deviations of the prior.
 EMBEDDING_REACH = 4.0
 #: Users that groups are made of, those with the most events; one centre each.
@@ -41,10 +58,6 @@ GROUPS_FROM_EVENTS = 256
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
 SHIFT_STEPS = 4
 EM_STEPS_REFIT, EM_STEPS = 12, 2
-#: Largest evidence, in nats, that the guard takes for or against groups.
-GUARD_REACH = 30.0
-#: Evidence, in nats, from which the memory is believed at all.
-GAIN_EVIDENCE = 3.0
 
 
 @final
@@ -71,7 +84,8 @@ class PosteriorLearner(Learner):
             "head": (self.head_size,),
             "kept_heads": (kept, self.head_size),
             "kept_rewards": (kept,),
-            "kept_valid": (kept,),
+            "kept_weights": (kept,),
+            "since": (),
         }
 
     def initial_shared(self) -> State:
@@ -82,14 +96,13 @@ class PosteriorLearner(Learner):
             "mean": torch.zeros(inputs, dtype=self.dtype),
             "scale": torch.ones(inputs, dtype=self.dtype),
             "trunk": self.trunk.initial(generator, self.dtype),
-            "prior_mean": prior.mean,
-            "prior_covariance": prior.covariance,
-            "prior_precision": prior.precision,
-            "noise": prior.noise,
+            **_stored(prior),
             "group_pull": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
             "group_offset": torch.full((VOICES_MAX,), NO_GROUP, dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
             "gain": torch.tensor(self.settings.first_gain, dtype=torch.float64),
+            "epoch": torch.zeros((), dtype=torch.float64),
+            "since": torch.zeros((), dtype=torch.float64),
         }
         state = TrunkState.fresh(shared["trunk"])
         shared |= {"trunk_first": state.first, "trunk_second": state.second, "trunk_steps": state.steps}
@@ -126,7 +139,8 @@ class PosteriorLearner(Learner):
 
     def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
         h = self.heads(shared, self.standardized(shared, batch.features), batch.phi[..., TRUNK])  # [B, S, D]
-        users = Statistics.of(h, batch.rewards, batch.valid)
+        weights = sample_weights(batch, shared["since"])  # [B, S]
+        users = Statistics.of(h, batch.rewards, weights)
         index, real = newest(batch.valid, self.settings.memory_samples)
         kept = h.gather(1, index.unsqueeze(-1).expand(-1, -1, self.head_size))
         return {
@@ -135,7 +149,8 @@ class PosteriorLearner(Learner):
             "head": self._believed_head(shared, users.gram, users.moment).to(self.dtype),
             "kept_heads": kept * real.unsqueeze(-1),
             "kept_rewards": batch.rewards.gather(1, index) * real,
-            "kept_valid": real.to(self.dtype),
+            "kept_weights": weights.gather(1, index) * real,
+            "since": shared["since"].to(self.dtype).expand(h.shape[0]),
         }
 
     def _believed_head(self, shared: State, gram: Tensor, moment: Tensor) -> Tensor:
@@ -151,7 +166,16 @@ class PosteriorLearner(Learner):
     def _groups(self, shared: State) -> Groups:
         return Groups(shared["group_pull"], shared["group_offset"], self.settings.group_spread)
 
+    def _up_to_date(self, shared: State, query: Query) -> Query:
+        """Users who have had no event since tastes changed: what they were fitted to has faded meanwhile."""
+        own = dict(query.own)
+        weight = torch.where(own["since"] >= shared["since"], 1.0, FADED).to(self.dtype)  # [R]
+        for name in ("gram", "moment", "kept_weights"):
+            own[name] = own[name] * weight.view(-1, *[1] * (own[name].ndim - 1))
+        return replace(query, own=own)
+
     def score(self, shared: State, pool: State, query: Query) -> Scores:
+        query = self._up_to_date(shared, query)
         z = self.standardized(shared, query.arms)  # [N, d]
         asking = self.embedding(shared, query.own["head"])[query.request]  # [N, e]
         if self.settings.trunk:
@@ -188,60 +212,68 @@ class PosteriorLearner(Learner):
 
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         if not batches:
-            return dict(shared)
+            return {**shared, "epoch": shared["epoch"] + 1}
         refit = self.refit_due(epoch_events, total_events)
-        derived = self._standardised_anew(shared, batches) if refit else dict(shared)
-        derived |= self._trained(derived, batches, epoch_events, total_events)
+        samples = Samples.of(batches, shared["since"])
+        derived = self._watched(shared, samples)
+        samples = Samples.of(batches, derived["since"])
+        if refit:
+            derived |= self._standardised_anew(derived, batches, samples)
+        if self.settings.trunk:
+            wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
+            derived |= self._trained(derived, samples, min(max(1, wanted), self.settings.epoch_steps_max), total_events)
         heads = [
             self.heads(derived, self.standardized(derived, batch.features), batch.phi[..., TRUNK]) for batch in batches
         ]
         users = Statistics.joined(
-            [Statistics.of(h, batch.rewards, batch.valid) for h, batch in zip(heads, batches, strict=True)]
+            [
+                Statistics.of(h, batch.rewards, sample_weights(batch, derived["since"]))
+                for h, batch in zip(heads, batches, strict=True)
+            ]
         )
         prior = stored_prior(derived)
         for _ in range(EM_STEPS_REFIT if refit else EM_STEPS):
             prior = prior.improved(users)
-        derived |= {
-            "prior_mean": prior.mean,
-            "prior_covariance": prior.covariance,
-            "prior_precision": prior.precision,
-            "noise": prior.noise,
-        }
+        derived |= _stored(prior)
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
-            derived |= self._grouped_anew(prior, users, batches)
+            derived |= self._grouped_anew(prior, users)
+            derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         if self.settings.memory and refit:
-            derived["gain"] = self._gain(prior, users, heads, batches)
-        return derived
+            derived["gain"] = gain_of(prior, users, heads, batches, self.settings.memory_radius)
+        return {**derived, "epoch": shared["epoch"] + 1}
 
-    def _standardised_anew(self, shared: State, batches: Sequence[UserBatch]) -> State:
+    def _watched(self, shared: State, samples: Samples) -> State:
+        """After a change of tastes, samples from before it fade and the prior is learned from scratch."""
+        changed = tastes_changed(samples, shared["epoch"], shared["since"])
+        anew = {**_stored(Prior.initial(self.head_size)), "since": shared["epoch"] + 1 - CHANGE_EPOCHS}
+        return shared | {
+            name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in anew.items()
+        }
+
+    def _standardised_anew(self, shared: State, batches: Sequence[UserBatch], samples: Samples) -> State:
         rows = [(batch.features.flatten(0, 1), batch.valid.flatten()) for batch in batches]
         merged = Moments.of(winsorize(*rows[0]), rows[0][1])
         for features, valid in rows[1:]:
             merged = merged.merge(Moments.of(winsorize(features, valid), valid))
         mean, scale = centring(merged)
-        derived = {**shared, "mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
-        z = self.standardized(derived, torch.cat([features[valid] for features, valid in rows]))
+        derived = {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
+        z = self.standardized(derived, samples.features[samples.spread(ROWS_MAX)])
         if self.bins:
             derived["edges"] = quantile_edges(z, self.bins)
         if self.narrowed:
             derived["directions"] = principal_directions(z, self.seen)
         return derived
 
-    def _trained(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
-        """The trunk after its share of steps on samples drawn from all there are."""
+    def _trained(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:
+        """The trunk after so many steps on samples drawn from all there are."""
         state = TrunkState(shared["trunk"], shared["trunk_first"], shared["trunk_second"], shared["trunk_steps"])
-        if not self.settings.trunk:
-            return {}
-        features = torch.cat([batch.features[batch.valid] for batch in batches])  # [n, d]
-        rewards = torch.cat([batch.rewards[batch.valid] for batch in batches])  # [n]
-        asking = torch.cat([batch.phi[batch.valid][:, EMBEDDED:] for batch in batches])  # [n, e]
         generator = torch.Generator().manual_seed((self.settings.seed << 32) + total_events)
-        wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
-        for _ in range(min(max(1, wanted), self.settings.epoch_steps_max)):
-            drawn = torch.randint(features.shape[0], (self.settings.replayed,), generator=generator)
-            drawn = drawn.to(features.device)
-            x = torch.cat([self.codes(shared, self.standardized(shared, features[drawn])), asking[drawn]], dim=-1)
-            gradient = self.trunk.gradient(state.parameters, x, rewards[drawn])
+        shares = torch.rand(steps, self.settings.replayed, generator=generator, dtype=torch.float64)
+        drawn = samples.at(shares.to(samples.weights.device))  # [steps, replayed]
+        for rows in drawn:
+            codes = self.codes(shared, self.standardized(shared, samples.features[rows]))
+            x = torch.cat([codes, samples.notes[rows, EMBEDDED:]], dim=-1)
+            gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
         return {
             "trunk": state.parameters,
@@ -250,44 +282,25 @@ class PosteriorLearner(Learner):
             "trunk_steps": state.steps,
         }
 
-    def _grouped_anew(self, prior: Prior, users: Statistics, batches: Sequence[UserBatch]) -> State:
+    def _grouped_anew(self, prior: Prior, users: Statistics) -> State:
         loudest = users.events.argsort(descending=True, stable=True)[:VOICES_MAX]
         groups = find_groups(prior, users.rows(loudest), self.settings.group_spread, SHIFT_STEPS)
         missing = VOICES_MAX - groups.offset.shape[0]
         return {
             "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, self.head_size)]),
             "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
-            "guard": sum_guard(batches, prior.noise),
         }
-
-    def _gain(self, prior: Prior, users: Statistics, heads: Sequence[Tensor], batches: Sequence[UserBatch]) -> Tensor:
-        """The memory's gain that would have foreseen users' residuals best."""
-        means, _ = prior.posterior(users.gram, users.moment)  # [U, D]
-        errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
-        for h, batch in zip(heads, batches, strict=True):
-            own = means[start : start + h.shape[0]].to(self.dtype)
-            start += h.shape[0]
-            residuals = (batch.rewards - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
-            errors += foresight(h[..., 1:-1], residuals, batch.valid, self.settings.memory_radius)
-        # Where hardly anything repeats, errors differ by chance: nothing is believed without evidence.
-        worth = (errors[0] - errors) / (2 * prior.noise)  # [gains], in nats
-        best = torch.where(worth.max() >= GAIN_EVIDENCE, worth.argmax(), torch.zeros_like(worth.argmax()))
-        return torch.tensor(GAINS, dtype=torch.float64, device=means.device)[best]
-
-
-def sum_guard(batches: Sequence[UserBatch], noise: Tensor) -> Tensor:
-    """λ in [0, 1]: how much better groups foresaw the newer half of each user's rewards than the head alone did."""
-    evidence = torch.zeros((), dtype=torch.float64, device=noise.device)
-    for batch in batches:
-        place = torch.arange(batch.valid.shape[1], device=noise.device)
-        newer = batch.valid & (place >= batch.valid.sum(-1, keepdim=True) // 2)  # [B, S]
-        rewards = batch.rewards.to(torch.float64)
-        alone = (rewards - batch.phi[..., ALONE]).square()
-        together = (rewards - batch.phi[..., TOGETHER]).square()
-        evidence = evidence + ((alone - together) * newer).sum()
-    return (evidence / (2 * noise)).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
 
 
 def stored_prior(shared: State) -> Prior:
     """The prior of an epoch."""
     return Prior(shared["prior_mean"], shared["prior_covariance"], shared["prior_precision"], shared["noise"])
+
+
+def _stored(prior: Prior) -> State:
+    return {
+        "prior_mean": prior.mean,
+        "prior_covariance": prior.covariance,
+        "prior_precision": prior.precision,
+        "noise": prior.noise,
+    }

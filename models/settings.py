@@ -94,7 +94,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_steps_max: int = 2_048
     # Heads: inputs of more than `head_inputs_max` numbers reach them as `head_directions` principal directions.
     head_inputs_max: int = 48
-    head_directions: int = 32
+    head_directions: int = 8
     # Groups: Σ within one as a share of Σ, and ν: how many deviations apart two users may be on an arm to agree on it.
     group_spread: float = 0.15
     nu: float = 1.0

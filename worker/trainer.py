@@ -59,6 +59,7 @@ class Trainer:
         phi = np.zeros((len(pupils), longest, self.learner.noted), dtype=np.float32)
         rewards = np.zeros((len(pupils), longest), dtype=np.float64)
         valid = np.zeros((len(pupils), longest), dtype=np.bool_)
+        epochs = np.zeros((len(pupils), longest), dtype=np.int64)
         for row, pupil in enumerate(pupils):
             count = len(pupil.samples)
             if not count:
@@ -66,6 +67,7 @@ class Trainer:
             features[row, :count] = [sample.features for sample in pupil.samples]
             phi[row, :count] = [sample.phi for sample in pupil.samples]
             rewards[row, :count] = [sample.reward for sample in pupil.samples]
+            epochs[row, :count] = [sample.epoch for sample in pupil.samples]
             valid[row, :count] = True
         dtype = self.learner.dtype
         return UserBatch(
@@ -75,6 +77,7 @@ class Trainer:
             events=self._tensor(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
             draw=self._tensor(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
             phi=self._tensor(phi).to(dtype),
+            epochs=self._tensor(epochs),
             weight=torch.full((len(pupils),), self._user_weight, dtype=dtype, device=self.device),
         )
 

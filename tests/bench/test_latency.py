@@ -153,7 +153,7 @@ def test_work_is_counted_from_shapes() -> None:
         {part.name: part for part in decision_parts(learner, requests=count, arms=3, pool=7)} for count in (1, 6)
     )
     with FlopCounterMode(display=False) as counter:
-        learner.trunk.predict(learner.initial_shared()["trunk"], torch.zeros(3, 5))
+        learner.trunk.predict(learner.initial_shared()["trunk"], torch.zeros(3, learner.trunk.inputs))
     assert one["trunk"].single == counter.get_total_flops() + 3 * 2 * 5  # and the standardisation of 3 arms
     size = 5 + 2
     assert one["agreement"].single == 3 * 7 * (2 * size + 3)
@@ -211,7 +211,7 @@ def test_a_small_run_measures_and_reports(report: Report, tmp_path: Path) -> Non
     plot_latency(report, tmp_path / "latency.png")
     found = json.loads((tmp_path / "latency.json").read_text())
     assert found["settings"] == asdict(SMALL) | {"threads": 1, "reference": "tests/models/literal.py at c40884b"}
-    looped = dict.fromkeys(("paper_decision", "paper_decision_anew", "paper_updates"), [2, 4])
+    looped = {name: [2, 4] for name in ("paper_decision", "paper_decision_anew", "paper_updates")}
     for name, calls in (looped | {"vowpal": [19, 19], "crowd": [4, 4]}).items():
         race = found["results"][name]
         assert [len(race[side]["times_ms"]) for side in ("above", "below")] == calls

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ class LiteralSettings:
     memory_samples: int
     memory_radius: float
     trunk: bool
+    embed: bool
     heads: bool
     groups: bool
     memory: bool
@@ -66,7 +68,7 @@ class LiteralArm:
 
     mean: float
     bonus: float
-    noted: tuple[float, float, float]
+    noted: list[float]
     #: |prediction of a user of the pool − mean| and how much of it still is agreement, by their row.
     distances: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -85,17 +87,27 @@ class LiteralPosterior:
         z = [(x - m) / s for x, m, s in zip(raw, self.shared.mean, self.shared.scale, strict=True)]
         return np.array([min(max(value, -10.0), 10.0) for value in z])
 
-    def predicted(self, raw: Array) -> float:
-        """p(x): the trunk on z and its piecewise-linear codes."""
+    def embedding(self, head: Array) -> list[float]:
+        """Who asks: the coefficients of [1, x], in the prior's deviations from its mean, cut off at 4."""
+        if not self.settings.embed:
+            return []
+        shared, found = self.shared, []
+        for place in range(len(head) - 1):
+            away = (head[place] - shared.prior_mean[place]) / math.sqrt(shared.prior_covariance[place, place])
+            found.append(min(max(away, -4.0), 4.0))
+        return found
+
+    def predicted(self, raw: Array, asking: list[float]) -> float:
+        """p(x): the trunk on z, its piecewise-linear codes, and who asks."""
         if not self.settings.trunk:
             return 0.0
         z = self.standardized(raw)
         codes = []
         if self.shared.edges is not None:
             for value, edges in zip(z, self.shared.edges, strict=True):
-                for low, high in zip(edges, edges[1:], strict=False):
+                for low, high in pairwise(edges):
                     codes.append(min(max((value - low) / (high - low), 0.0), 1.0) - 0.5)
-        y = np.array([*z, *codes])
+        y = np.array([*z, *codes, *asking])
         *hidden, last = self.shared.trunk
         for weights, offsets in hidden:
             y = np.maximum(weights @ y + offsets, 0.0)
@@ -174,11 +186,12 @@ class LiteralPosterior:
     # -- requests
 
     def score(self, raw: Array, own: Sequence[LiteralSample], pool: Sequence[Array], own_row: int) -> LiteralArm:
-        """One arm for a user with these samples, among a pool of these heads."""
+        """One arm for a user with these samples, among a pool of these heads; one without samples is newborn."""
         shared, settings = self.shared, self.settings
-        predicted = self.predicted(raw)
+        asking = self.embedding(self.head(own) if own else shared.prior_mean)
+        predicted = self.predicted(raw, asking)
         if not settings.heads:
-            return LiteralArm(predicted, 0.0, (predicted, predicted, predicted))
+            return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *asking])
         h = self.h(raw, predicted)
         head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
         alone, variance = float(h @ head), float(h @ covariance @ h)
@@ -191,7 +204,7 @@ class LiteralPosterior:
             mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
             mean = (1 - shared.guard) * alone + shared.guard * together
             variance = (1 - shared.guard) * variance + shared.guard * mixed
-        arm = LiteralArm(mean, 0.0, (predicted, alone, together))
+        arm = LiteralArm(mean, 0.0, [predicted, alone, together, *asking])
         for row, other in enumerate(pool):
             if row != own_row:
                 arm.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)

@@ -1,8 +1,9 @@
-"""Small populations with pasts and requests for the default learner, and the literal one built from the same numbers."""
+"""Small populations with pasts and requests, for the default learner and the literal one alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class Past:
 
     features: Tensor  # [s, d]
     rewards: Tensor  # [s]
-    phi: Tensor  # [s, 3]
+    phi: Tensor  # [s, q]
 
 
 @dataclass
@@ -46,13 +47,14 @@ def small(**changes: Any) -> PosteriorSettings:
     return settings
 
 
-def past(d: int, samples: int, generator: torch.Generator, taste: Tensor | None = None) -> Past:
+def past(learner: PosteriorLearner, samples: int, generator: torch.Generator, taste: Tensor | None = None) -> Past:
     """Somebody with that many samples, whose rewards follow a taste [d] if they have one."""
-    features = single(torch.randn(samples, d, generator=generator, dtype=torch.float64))
+    features = single(torch.randn(samples, learner.inputs_expected, generator=generator, dtype=torch.float64))
     rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
     if taste is not None:
         rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
-    return Past(features, single(rewards), single(torch.rand(samples, 3, generator=generator, dtype=torch.float64)))
+    noted = torch.rand(samples, learner.noted, generator=generator, dtype=torch.float64)
+    return Past(features, single(rewards), single(noted))
 
 
 def batch_of(people: list[Past], dtype: torch.dtype = torch.float64, *, padding: int = 0) -> UserBatch:
@@ -74,6 +76,7 @@ def batch_of(people: list[Past], dtype: torch.dtype = torch.float64, *, padding:
         draw=torch.zeros_like(counts),
         weight=torch.ones(len(people), dtype=dtype),
         phi=padded([person.phi for person in people], 5.0),
+        epochs=torch.zeros(len(people), longest, dtype=torch.int64),
     )
 
 
@@ -85,10 +88,10 @@ def fitted(learner: PosteriorLearner, shared: State, people: list[Past]) -> Stat
     return learner.fit(shared, batch_of(people, learner.dtype), newborn)
 
 
-def kinds(d: int, users: int, samples: int, generator: torch.Generator) -> list[Past]:
+def kinds(learner: PosteriorLearner, users: int, samples: int, generator: torch.Generator) -> list[Past]:
     """Users of two opposite tastes, in turn."""
-    taste = torch.randn(d, generator=generator, dtype=torch.float64)
-    return [past(d, samples, generator, taste if user % 2 else -taste) for user in range(users)]
+    taste = torch.randn(learner.inputs_expected, generator=generator, dtype=torch.float64)
+    return [past(learner, samples, generator, taste if user % 2 else -taste) for user in range(users)]
 
 
 def taught(learner: PosteriorLearner, teachers: list[Past], **changes: float) -> State:
@@ -115,6 +118,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         depth=draw(st.integers(1, 3)),
         bins=draw(st.sampled_from([0, 2, 5])),
         trunk=draw(st.sampled_from([True, True, False])),
+        embed=draw(st.booleans()),
         heads=draw(st.sampled_from([True, True, True, False])),
         groups=draw(st.booleans()),
         memory=draw(st.booleans()),
@@ -128,14 +132,14 @@ def scenes(draw: st.DrawFn) -> Scene:
     if draw(st.sampled_from([True, True, False])):
         changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0]))}
         changes |= {"guard": draw(st.sampled_from([0.0, 0.3, 1.0]))} if settings.groups else {}
-        shared = taught(learner, kinds(d, draw(st.integers(1, 9)), 6, generator), **changes)
+        shared = taught(learner, kinds(learner, draw(st.integers(1, 9)), 6, generator), **changes)
     else:
         shared = learner.initial_shared()
     shared = {
         name: value.to(torch.float64) for name, value in held(PosteriorLearner(settings, d), shared).items()
     }  # numbers that both types hold
-    pool = [past(d, draw(st.integers(0, 7)), generator) for _ in range(draw(st.integers(0, 5)))]
-    outsider, stranger = past(d, draw(st.integers(1, 7)), generator), past(d, 0, generator)
+    pool = [past(learner, draw(st.integers(0, 7)), generator) for _ in range(draw(st.integers(0, 5)))]
+    outsider, stranger = past(learner, draw(st.integers(1, 7)), generator), past(learner, 0, generator)
     askers = [*((person, row) for row, person in enumerate(pool)), (outsider, -1), (stranger, -1)]
     requests = []
     for asker, row in draw(st.lists(st.sampled_from(askers), min_size=1, max_size=3)):
@@ -190,9 +194,10 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
     """The literal learner on the same shared numbers."""
     numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
-    widths = [inputs * (1 + bins), *[settings.width] * settings.depth, 1]
+    embedded = settings.embed * (numbers["prior_mean"].shape[0] - 1)
+    widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
     layers, start = [], 0
-    for columns, rows in zip(widths, widths[1:], strict=False):
+    for columns, rows in pairwise(widths):
         middle, end = start + rows * columns, start + rows * (columns + 1)
         layers.append((numbers["trunk"][start:middle].reshape(rows, columns), numbers["trunk"][middle:end]))
         start = end

@@ -7,7 +7,7 @@ live on different devices raises as it would on the real thing. So does reading 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from models.groups import relative_groups
 from models.learner import Learner, Query, State, UserBatch
 from models.network import Shape, gradient_distance, gradient_norm
 from models.presets import build_learner
-from models.settings import MetaBanSettings, named_settings
+from models.settings import LearnerSettings, named_settings
 
 CUDA = torch.device("cuda", 0)
 TWO_DEVICES = "two (different )?devices"
@@ -42,6 +42,8 @@ class WithoutDriver(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is Tensor.__getitem__:
+            if isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+                return self.all_of(args[0], args[1])
             view, indices = self.view(args[0], args[1])
             return torch.ops.aten.index.Tensor(view, indices) if indices else view
         if func is Tensor.__setitem__:
@@ -55,9 +57,19 @@ class WithoutDriver(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     @staticmethod
+    def all_of(tensor: Tensor, mask: Tensor) -> Tensor:
+        """t[mask] where the mask holds everywhere: how much it really leaves is a number, and there are none here."""
+        held = mask.view(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
+        return torch.where(held, tensor, 0).flatten(0, mask.dim() - 1)
+
+    @staticmethod
     def view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
         """The view that the numbers and slices of a key give, and the tensors of the key by dimension of that view."""
         keys = key if isinstance(key, tuple) else (key,)
+        if Ellipsis in [part for part in keys if not isinstance(part, Tensor)]:
+            place = next(index for index, part in enumerate(keys) if part is Ellipsis)
+            rest = (slice(None),) * (tensor.dim() - len(keys) + 1)
+            keys = (*keys[:place], *rest, *keys[place + 1 :])
         indices: list[Tensor | None] = []
         for part in keys:
             if isinstance(part, Tensor):
@@ -92,7 +104,7 @@ def on_gpu(*tensors: Tensor) -> None:
         assert tensor.device == CUDA
 
 
-def batch(users: int, samples: int) -> UserBatch:
+def batch(users: int, samples: int, noted: int = 0) -> UserBatch:
     """Samples of users, on the GPU."""
     return UserBatch(
         features=torch.zeros(users, samples, INPUTS, device=CUDA),
@@ -101,7 +113,8 @@ def batch(users: int, samples: int) -> UserBatch:
         events=torch.ones(users, dtype=torch.int64, device=CUDA),
         draw=torch.zeros(users, dtype=torch.int64, device=CUDA),
         weight=torch.ones(users, device=CUDA),
-        phi=torch.zeros(users, samples, 0, device=CUDA),
+        phi=torch.zeros(users, samples, noted, device=CUDA),
+        epochs=torch.zeros(users, samples, dtype=torch.int64, device=CUDA),
     )
 
 
@@ -109,7 +122,7 @@ def fitted(learner: Learner, shared: State, users: int) -> State:
     """So many users' states after a fit, through a bank as the service holds them."""
     newborn = {name: value.expand(users, *value.shape) for name, value in learner.newborn(shared).items()}
     on_gpu(*newborn.values())
-    states = learner.fit(shared, batch(users, SAMPLES), newborn)
+    states = learner.fit(shared, batch(users, SAMPLES, learner.noted), newborn)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     bank = UserBank(learner.fields, learner.dtype, CUDA)
     if users:
@@ -129,8 +142,11 @@ def query(own: State) -> Query:
     )
 
 
-def settings(preset: Literal["paper", "pooled"], **changes: Any) -> MetaBanSettings:
+def settings(preset: str, **changes: Any) -> LearnerSettings:
     """A small learner of a preset."""
+    if preset == "default":
+        small = {"width": 8, "replayed": 4, "epoch_steps_max": 2, "memory_samples": 4}
+        return named_settings(preset, **{**small, **changes})
     small = {"width": 8, "user_steps": 2, "meta_steps": 2, "recent_samples": 4, "step_samples": 4, "epoch_events": 1}
     return named_settings(preset, **{**small, **changes})
 
@@ -141,20 +157,36 @@ VARIANTS = [
     settings("paper", rate_schedule="constant", standardize=False, depth=4),
     settings("pooled"),
     settings("pooled", rate_schedule="constant", standardize=False, depth=4),
+    settings("default"),
+    settings("default", head_inputs_max=3, head_directions=2, bins=0),
+    settings("default", trunk=False, groups=False, memory=False),
+    settings("default", embed=False),
+    settings("default", heads=False),
 ]
 
 
+def named(chosen: LearnerSettings) -> str:
+    """The settings in which a variant differs from its preset."""
+    usual = settings(chosen.preset).to_json()
+    return "-".join([chosen.preset, *(name for name, value in chosen.to_json().items() if value != usual[name])])
+
+
 @pytest.mark.parametrize("users", [USERS, 0])
-@pytest.mark.parametrize("chosen", VARIANTS, ids=lambda chosen: f"{chosen.preset}-{chosen.draw}-{chosen.depth}")
-def test_training_and_scoring_stay_on_the_gpu(chosen: MetaBanSettings, users: int) -> None:
+@pytest.mark.parametrize("chosen", VARIANTS, ids=named)
+def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings, users: int) -> None:
     learner = build_learner(chosen, INPUTS)
     shared = moved(learner.initial_shared())
-    shared = learner.derive(shared, [batch(3, SAMPLES), batch(2, SAMPLES + 1)], 0, 32)
-    on_gpu(*shared.values())
+    teachers = [batch(3, SAMPLES, learner.noted), batch(2, SAMPLES + 1, learner.noted)]
+    # Two epochs that change inputs, the second of which finds groups, and one that does not.
+    for epoch_events, events in ((0, 32), (250, 256), (256, 400)):
+        assert learner.refit_due(epoch_events, events) == (events < 400 and getattr(chosen, "standardize", True))
+        shared = learner.derive(shared, teachers, epoch_events, events)
+        on_gpu(*shared.values())
     pool = fitted(learner, shared, users)
     own = {name: value.clone() for name, value in fitted(learner, shared, len(ARMS)).items()}
     scores = learner.score(shared, pool, query(own))
-    on_gpu(scores.mean, scores.bonus, scores.group_size)
+    on_gpu(scores.mean, scores.bonus, scores.group_size, scores.phi)
+    assert scores.phi.shape == (sum(ARMS), learner.noted)
     assert scores.mean.shape == scores.bonus.shape == scores.group_size.shape == (sum(ARMS),)
     assert scores.mean.dtype == scores.bonus.dtype == learner.dtype
     assert scores.group_size.dtype == torch.int64
@@ -172,9 +204,9 @@ def test_the_parts_stay_on_the_gpu() -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ["paper", "pooled"])
+@pytest.mark.parametrize("preset", ["default", "paper", "pooled"])
 @pytest.mark.parametrize("left_behind", ["shared", "pool", "own", "samples"])
-def test_a_state_left_on_the_cpu_would_be_noticed(preset: Literal["paper", "pooled"], left_behind: str) -> None:
+def test_a_state_left_on_the_cpu_would_be_noticed(preset: str, left_behind: str) -> None:
     """What makes the test above worth something: the same path raises as soon as one part is elsewhere."""
     learner = build_learner(settings(preset), INPUTS)
     on_cpu = learner.initial_shared()
@@ -184,7 +216,7 @@ def test_a_state_left_on_the_cpu_would_be_noticed(preset: Literal["paper", "pool
     elsewhere = {"pool": pool, "own": own}
     with pytest.raises(RuntimeError, match=TWO_DEVICES):  # noqa: PT012
         if left_behind == "samples":
-            learner.fit(on_cpu, batch(USERS, SAMPLES), pool)
+            learner.fit(on_cpu, batch(USERS, SAMPLES, learner.noted), pool)
         elif left_behind == "shared":
             learner.score(on_cpu, pool, query(own))
         else:

@@ -122,12 +122,12 @@ def test_foresight_never_looks_ahead() -> None:
 
 
 def test_a_gain_pays_where_arms_earn_the_same_again() -> None:
-    x = rows_of(6, 4, 3).repeat(1, 5, 1)
-    earned = rows_of(6, 4, seed=1).repeat(1, 5)
-    valid = torch.ones(6, 20, dtype=torch.bool)
+    x = rows_of(60, 4, 3).repeat(1, 5, 1)
+    earned = rows_of(60, 4, seed=1).repeat(1, 5)
+    valid = torch.ones(60, 20, dtype=torch.bool)
     same = foresight(x, earned, valid, RADIUS)
     assert int(same.argmin()) == len(GAINS) - 1
-    chance = foresight(x, rows_of(6, 20, seed=2), valid, RADIUS)
+    chance = foresight(x, rows_of(60, 20, seed=2), valid, RADIUS)
     assert int(chance.argmin()) <= 1
 
 

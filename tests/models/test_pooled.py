@@ -40,6 +40,7 @@ def random_batch(users: int, samples: int, seed: int) -> UserBatch:
         draw=torch.zeros(users, dtype=torch.int64),
         weight=torch.ones(users, dtype=torch.float64),
         phi=torch.zeros(users, samples, 0, dtype=torch.float64),
+        epochs=torch.zeros(users, samples, dtype=torch.int64),
     )
 
 

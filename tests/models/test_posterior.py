@@ -92,14 +92,16 @@ def test_scores_in_float32_are_the_literal_ones(scene: Scene) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("changes", [{}, {"groups": False}, {"memory_samples": 2}, {"head_inputs_max": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"groups": False}, {"memory_samples": 2}, {"embed": False}, {"head_inputs_max": 2}]
+)
 def test_fitted_users_are_the_literal_ones(changes: dict[str, int], dtype: torch.dtype) -> None:
     if "head_inputs_max" in changes:
         changes = {**changes, "head_directions": 2}
     learner = PosteriorLearner(small(**changes), 3, dtype)
     generator = generator_of(4)
-    shared = taught(learner, kinds(3, 8, 6, generator), **({"guard": 0.6} if learner.settings.groups else {}))
-    people = [past(3, count, generator) for count in (0, 1, 3, 4, 9)]
+    shared = taught(learner, kinds(learner, 8, 6, generator), **({"guard": 0.6} if learner.settings.groups else {}))
+    people = [past(learner, count, generator) for count in (0, 1, 3, 4, 9)]
     states = fitted(learner, shared, people)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     assert all(value.dtype == dtype for value in states.values())
@@ -127,11 +129,11 @@ def scene_of(seed: int = 0, users: int = 6, **changes: object) -> Scene:
     """A fixed scene with groups, memory and agreement."""
     generator = generator_of(seed)
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
-    teachers = kinds(3, 12, 8, generator)
+    teachers = kinds(learner, 12, 8, generator)
     shared = taught(learner, teachers, gain=1.0, guard=0.7)
-    pool = [past(3, 1 + user % 4, generator) for user in range(users)]
+    pool = [past(learner, 1 + user % 4, generator) for user in range(users)]
     requests = []
-    for asker, row in ((pool[2], 2), (past(3, 0, generator), -1), (past(3, 5, generator), -1)):
+    for asker, row in ((pool[2], 2), (past(learner, 0, generator), -1), (past(learner, 5, generator), -1)):
         arms = single(torch.randn(4, 3, generator=generator, dtype=torch.float64))
         arms[0] = asker.features[0] if asker.features.shape[0] else arms[0]
         requests.append((asker, row, arms))
@@ -198,18 +200,26 @@ def test_the_askers_row_in_the_pool_is_not_read() -> None:
 def test_a_user_who_learned_knows_more_than_a_stranger() -> None:
     """The bonus on an arm falls with every reward seen for it, and the mean nears the rewards."""
     learner = PosteriorLearner(small(memory=False), 3, torch.float64)
-    shared = taught(learner, kinds(3, 20, 10, generator_of(1)))
+    shared = taught(learner, kinds(learner, 20, 10, generator_of(1)))
     arm = torch.tensor([[0.5, -1.0, 0.3]], dtype=torch.float64)
     bonuses, misses = [], []
     for count in (0, 1, 4, 16, 64):
-        notes = torch.zeros(count, 3, dtype=torch.float64)
+        notes = torch.zeros(count, learner.noted, dtype=torch.float64)
         asker = Past(arm.expand(count, -1), torch.full((count,), 0.9, dtype=torch.float64), notes)
         scores = answered(Scene(learner.settings, 3, shared | {"trunk": 0 * shared["trunk"]}, [], [(asker, -1, arm)]))
         bonuses.append(scores.bonus.item())
         misses.append(abs(scores.mean.item() - 0.9))
     assert bonuses == sorted(bonuses, reverse=True)
     assert bonuses[-1] < 0.5 * bonuses[0]
-    assert misses[-1] < 0.05 < misses[0]
+    assert misses[-1] < 0.1 < misses[0]
+
+
+def test_a_group_spread_may_change_under_stored_groups() -> None:
+    """It is no part of the structure: what groups say to a stranger, Σ weight·centre, does not depend on it."""
+    scene = scene_of()
+    stranger = replace(scene, requests=[scene.requests[1]], shared=scene.shared | {"guard": torch.ones(()).double()})
+    wider = replace(stranger, settings=replace(scene.settings, group_spread=2 * scene.settings.group_spread))
+    close(answered(wider).mean, answered(stranger).mean, 1e-8)
 
 
 # ---------------------------------------------------------------------- users
@@ -219,8 +229,8 @@ def test_a_fit_depends_on_the_samples_alone() -> None:
     """Not on who stands beside, on the padding, on the state before, or on what the trunk says today."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     generator = generator_of(2)
-    shared = taught(learner, kinds(3, 10, 6, generator))
-    people = [past(3, count, generator) for count in (2, 7, 0, 4)]
+    shared = taught(learner, kinds(learner, 10, 6, generator))
+    people = [past(learner, count, generator) for count in (2, 7, 0, 4)]
     together = fitted(learner, shared, people)
     for row, person in enumerate(people):
         if person.rewards.shape[0]:
@@ -231,12 +241,13 @@ def test_a_fit_depends_on_the_samples_alone() -> None:
                 close(alone[name][0], together[name][row], 1e-10)
 
 
-def test_fitting_nothing_is_being_newborn() -> None:
-    learner = PosteriorLearner(small(groups=False), 3, torch.float64)
-    shared = taught(learner, kinds(3, 10, 6, generator_of(2)))
+@pytest.mark.parametrize("groups", [False, True])
+def test_fitting_nothing_is_being_newborn(groups: bool) -> None:
+    learner = PosteriorLearner(small(groups=groups), 3, torch.float64)
+    shared = taught(learner, kinds(learner, 10, 6, generator_of(2)), **({"guard": 1.0} if groups else {}))
     newborn = learner.newborn(shared)
     assert {name: tuple(value.shape) for name, value in newborn.items()} == learner.fields
-    states = learner.fit(shared, batch_of([past(3, 0, generator_of(0))] * 2, padding=3), {})
+    states = learner.fit(shared, batch_of([past(learner, 0, generator_of(0))] * 2, padding=3), {})
     for name in learner.fields:
         close(states[name], newborn[name].expand(2, *newborn[name].shape), 1e-10)
 
@@ -244,10 +255,10 @@ def test_fitting_nothing_is_being_newborn() -> None:
 def test_order_matters_only_to_what_is_kept() -> None:
     learner = PosteriorLearner(small(memory_samples=5), 3, torch.float64)
     generator = generator_of(3)
-    shared = taught(learner, kinds(3, 10, 6, generator), gain=1.0, guard=0.5)
+    shared = taught(learner, kinds(learner, 10, 6, generator), gain=1.0, guard=0.5)
     arms = single(torch.randn(3, 3, generator=generator, dtype=torch.float64))
     for count, same in ((5, True), (9, False)):
-        person = past(3, count, generator)
+        person = past(learner, count, generator)
         order = torch.arange(count).flip(0)
         mirrored = Past(person.features[order], person.rewards[order], person.phi[order])
         one, other = (fitted(learner, shared, [who]) for who in (person, mirrored))
@@ -281,7 +292,7 @@ def test_the_schedule_of_epochs() -> None:
 
 def test_deriving_twice_gives_the_same() -> None:
     learner = PosteriorLearner(small(), 3)
-    shared, batch = learner.initial_shared(), batch_of(kinds(3, 12, 8, generator_of(5)), torch.float32)
+    shared, batch = learner.initial_shared(), batch_of(kinds(learner, 12, 8, generator_of(5)), torch.float32)
     before = {name: value.clone() for name, value in shared.items()}
     for epoch_events, total in ((0, 512), (300, 364)):
         first = learner.derive(shared, [batch], epoch_events, total)
@@ -295,6 +306,13 @@ def test_deriving_twice_gives_the_same() -> None:
             assert torch.equal(shared[name], before[name])
 
 
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**32, 2**63])
+def test_any_seed_of_the_settings_will_do(seed: int) -> None:
+    learner = PosteriorLearner(small(seed=seed), 3)
+    batch = batch_of(kinds(learner, 3, 4, generator_of(5)), torch.float32)
+    assert learner.derive(learner.initial_shared(), [batch], 0, 16)["trunk"].isfinite().all()
+
+
 def test_an_epoch_of_nobody_changes_nothing() -> None:
     learner = PosteriorLearner(small(), 3)
     shared = learner.initial_shared()
@@ -304,7 +322,7 @@ def test_an_epoch_of_nobody_changes_nothing() -> None:
 
 def test_users_in_one_batch_or_in_several_teach_the_same() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
-    teachers = kinds(3, 12, 8, generator_of(6))
+    teachers = kinds(learner, 12, 8, generator_of(6))
     # An epoch after the first, whose standardisation draws outliers in batch by batch.
     shared = learner.derive(learner.initial_shared(), [batch_of(teachers)], 0, 16)
     whole = learner.derive(shared, [batch_of(teachers)], 300, 364)
@@ -315,7 +333,7 @@ def test_users_in_one_batch_or_in_several_teach_the_same() -> None:
 
 def test_between_refits_inputs_stay_as_they_are() -> None:
     learner = PosteriorLearner(small(head_inputs_max=2, head_directions=2), 3)
-    batch = batch_of(kinds(3, 12, 8, generator_of(7)), torch.float32)
+    batch = batch_of(kinds(learner, 12, 8, generator_of(7)), torch.float32)
     shared = learner.derive(learner.initial_shared(), [batch], 0, 300)
     later = learner.derive(shared, [replace(batch, features=batch.features * 3 + 1)], 300, 364)
     for name in ("mean", "scale", "edges", "directions", "gain"):
@@ -328,7 +346,7 @@ def test_between_refits_inputs_stay_as_they_are() -> None:
 
 def test_standardised_inputs_have_no_mean_and_unit_deviation() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
-    people = kinds(3, 30, 8, generator_of(8))
+    people = kinds(learner, 30, 8, generator_of(8))
     for person in people:
         person.features = person.features * torch.tensor([5.0, 0.01, 1.0]) + torch.tensor([100.0, 0.0, -3.0])
     shared = learner.derive(learner.initial_shared(), [batch_of(people)], 0, 16)
@@ -340,7 +358,7 @@ def test_standardised_inputs_have_no_mean_and_unit_deviation() -> None:
 def test_heads_see_what_was_noted_at_the_decision() -> None:
     """The prior comes from noted predictions: with other notes it is another, with another trunk it is the same."""
     learner = PosteriorLearner(small(), 3, torch.float64)
-    teachers = kinds(3, 12, 8, generator_of(9))
+    teachers = kinds(learner, 12, 8, generator_of(9))
     shared, batch = learner.initial_shared(), batch_of(teachers)
     # Without a step's effect on it, the trunk would be the same anyway: a large rate makes it another.
     wild = PosteriorLearner(small(trunk_rate=1.0), 3, torch.float64)
@@ -352,10 +370,48 @@ def test_heads_see_what_was_noted_at_the_decision() -> None:
     assert not torch.allclose(one["prior_mean"], noted["prior_mean"])
 
 
+def test_the_trunk_is_told_who_asked_at_the_decision() -> None:
+    """With others asking it learns something else; what heads learn is not touched by it."""
+    learner = PosteriorLearner(small(), 3, torch.float64)
+    shared, batch = learner.initial_shared(), batch_of(kinds(learner, 12, 8, generator_of(9)))
+    others = batch.phi.clone()
+    others[..., 3:] = 1 - others[..., 3:]
+    one, other = (learner.derive(shared, [replace(batch, phi=phi)], 0, 512) for phi in (batch.phi, others))
+    assert not torch.allclose(one["trunk"], other["trunk"])
+    for name in ("prior_mean", "prior_covariance", "noise", "group_pull", "guard", "gain"):
+        assert torch.equal(one[name], other[name])
+
+
+def test_the_trunk_learns_what_kinds_of_users_want() -> None:
+    """Rewards that depend on who asks and on the arm together, which the arm alone does not tell."""
+    learner = PosteriorLearner(small(width=32, epoch_steps_max=400, replayed=64, trunk_rate=0.01, heads=False), 1)
+    generator = generator_of(14)
+    features = torch.randn(40, 20, 1, generator=generator)
+    kind = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
+    batch = batch_of([past(learner, 20, generator)] * 40, torch.float32)
+    batch = replace(batch, features=features, rewards=(features[..., 0] * kind.unsqueeze(-1) > 0).float())
+    batch.phi[...] = 0.0
+    batch.phi[..., 4] = kind.unsqueeze(-1)  # after three predictions, the coefficients of the constant and of x
+    shared = learner.derive(learner.initial_shared(), [batch], 0, 2_000)
+    assert learner.noted == 5
+    own = {name: torch.stack([value, value]) for name, value in learner.newborn(shared).items()}
+    deviation = shared["prior_covariance"][1, 1].sqrt().float()
+    own["head"][:, 1] = shared["prior_mean"][1].float() + deviation * torch.tensor([1.0, -1.0])
+    query = Query(
+        arms=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
+        request=torch.tensor([0, 0, 1, 1]),
+        own=own,
+        own_row=torch.tensor([-1, -1]),
+        own_events=torch.tensor([20, 20]),
+    )
+    likes = learner.score(shared, fitted(learner, shared, []), query).mean
+    close(likes, torch.tensor([1.0, 0.0, 0.0, 1.0]), 0.2)
+
+
 def foreseen(alone: float, together: float) -> Tensor:
     """The guard of users whose rewards were foreseen with these errors."""
     learner = PosteriorLearner(small(), 3, torch.float64)
-    batch = batch_of(kinds(3, 12, 20, generator_of(10)))
+    batch = batch_of(kinds(learner, 12, 20, generator_of(10)))
     batch.phi[..., 1] = batch.rewards + alone
     batch.phi[..., 2] = batch.rewards - together
     return learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"]
@@ -370,8 +426,8 @@ def test_groups_are_believed_as_far_as_they_foresaw_better() -> None:
 
 def test_only_the_newer_half_of_what_groups_foresaw_counts() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
-    batch = batch_of(kinds(3, 12, 20, generator_of(10)), padding=7)
-    batch.phi[..., 1:] = batch.rewards.unsqueeze(-1)
+    batch = batch_of(kinds(learner, 12, 20, generator_of(10)), padding=7)
+    batch.phi[..., 1:3] = batch.rewards.unsqueeze(-1)
     batch.phi[:, :10, 2] += 5.0  # when there was little to go by
     batch.phi[:, 10:, 1] += 0.5
     assert learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"] > 0.99
@@ -379,7 +435,7 @@ def test_only_the_newer_half_of_what_groups_foresaw_counts() -> None:
 
 def test_groups_wait_for_events() -> None:
     learner = PosteriorLearner(small(), 3)
-    batch = batch_of(kinds(3, 12, 8, generator_of(5)), torch.float32)
+    batch = batch_of(kinds(learner, 12, 8, generator_of(5)), torch.float32)
     early = learner.derive(learner.initial_shared(), [batch], 0, 255)
     assert not groups_of(learner.settings, early)[1].size
     assert early["guard"] == 0
@@ -394,7 +450,7 @@ def test_the_loudest_users_are_the_centres() -> None:
     """With more users than centres, those with the most samples."""
     learner = PosteriorLearner(small(), 2)
     generator = generator_of(11)
-    batch = batch_of([past(2, 1 + (user < 256), generator) for user in range(300)], torch.float32)
+    batch = batch_of([past(learner, 1 + (user < 256), generator) for user in range(300)], torch.float32)
     _, voices = groups_of(learner.settings, learner.derive(learner.initial_shared(), [batch], 0, 512))
     np.testing.assert_allclose(voices, [2 / 7] * 256)
 
@@ -409,7 +465,7 @@ def repeating(repeats: bool) -> State:
         earned = (torch.rand(10, generator=generator) < 0.5).to(torch.float64)
         chosen = torch.randint(10, (40,), generator=generator)
         rewards = earned[chosen] if repeats else (torch.rand(40, generator=generator) < 0.5).to(torch.float64)
-        people.append(Past(arms[chosen], rewards, torch.zeros(40, 3, dtype=torch.float64)))
+        people.append(Past(arms[chosen], rewards, torch.zeros(40, learner.noted, dtype=torch.float64)))
     return learner.derive(learner.initial_shared(), [batch_of(people)], 0, 512)
 
 
@@ -421,10 +477,10 @@ def test_the_memory_is_believed_where_arms_earn_the_same_again() -> None:
 # ---------------------------------------------------------------------- extremes
 
 
-def extreme(name: str) -> list[Past]:
+def extreme(name: str, learner: PosteriorLearner) -> list[Past]:
     """Populations that break careless arithmetic."""
     generator = generator_of(13)
-    people = kinds(3, 6, 8, generator)
+    people = kinds(learner, 6, 8, generator)
     for person in people:
         if name == "huge":
             person.features[:, 0] *= 1e30
@@ -467,7 +523,7 @@ EXTREMES = [
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes_stay_finite(name: str, chosen: PosteriorSettings, dtype: torch.dtype) -> None:
     learner = PosteriorLearner(chosen, 3, dtype)
-    people = extreme(name)
+    people = extreme(name, learner)
     shared, batch, epoch_events = learner.initial_shared(), batch_of(people, dtype), 0
     for total in (16, 300, 340, 600, 2_000, 9_000):
         shared = learner.derive(shared, [batch], epoch_events, total)

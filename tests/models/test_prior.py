@@ -8,8 +8,19 @@ import torch
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from models.prior import FIRST_NOISE, HALF_VOICE_EVENTS, LEAST_NOISE, NO_GROUP, UNSEEN_SPREAD, UNSEEN_USERS
-from models.prior import Groups, Prior, Statistics, find_groups, inverse
+from models.prior import (
+    FIRST_NOISE,
+    HALF_VOICE_EVENTS,
+    LEAST_NOISE,
+    NO_GROUP,
+    UNSEEN_SPREAD,
+    UNSEEN_USERS,
+    Groups,
+    Prior,
+    Statistics,
+    find_groups,
+    inverse,
+)
 from tests.models.literal_posterior import Array
 
 SHARE = 0.15

@@ -170,6 +170,7 @@ def batch_of(people: list[Person], dtype: torch.dtype, *, draw: list[int] | None
         draw=torch.tensor(draw or [0] * len(people)),
         weight=torch.tensor([past.weight for past in people], dtype=dtype),
         phi=features.new_zeros((*features.shape[:2], 0)),
+        epochs=torch.zeros(features.shape[:2], dtype=torch.int64),
     )
 
 

@@ -1,0 +1,126 @@
+"""How the default learner judges its own predictions: whether groups help, whether arms repeat, whether tastes changed.
+
+All of it rests on what was noted when decisions were made, before their rewards were known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+import torch
+from torch import Tensor
+
+from models.learner import UserBatch
+from models.memory import GAINS, foresight
+from models.prior import Prior, Statistics
+
+#: What is noted of a decision: the trunk's prediction, the head's without and with groups, then who asked (EMBEDDED…).
+TRUNK, ALONE, TOGETHER, EMBEDDED = range(4)
+#: Largest evidence, in nats, that the guard takes for or against groups.
+GUARD_REACH: Final = 30.0
+#: Evidence, in nats, from which the memory is believed at all.
+GAIN_EVIDENCE: Final = 3.0
+#: A change of tastes is looked for in the latest so many epochs, with at least so many samples there and before.
+CHANGE_EPOCHS: Final = 2
+CHANGE_SAMPLES: Final = 128
+#: Rewards have to fall short of what was foreseen by so many standard errors more than they used to.
+CHANGE_ERRORS: Final = 6.0
+#: What samples from before a change still count.
+FADED: Final = 0.05
+
+
+def sample_weights(batch: UserBatch, since: Tensor) -> Tensor:
+    """What each sample counts [B, S]: 0 for padding, FADED before the last change of tastes, otherwise 1."""
+    faded = torch.where(batch.epochs >= since, 1.0, FADED)
+    return (faded * batch.valid).to(batch.rewards.dtype)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Everybody's samples in one row each: inputs [n, d], rewards [n], notes [n, q], epochs [n], weights [n]."""
+
+    features: Tensor
+    rewards: Tensor
+    notes: Tensor
+    epochs: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, batches: Sequence[UserBatch], since: Tensor) -> Self:
+        """The rows of all batches, padding included, with weight 0."""
+        return cls(
+            torch.cat([batch.features.flatten(0, 1) for batch in batches]),
+            torch.cat([batch.rewards.flatten() for batch in batches]),
+            torch.cat([batch.phi.flatten(0, 1) for batch in batches]),
+            torch.cat([batch.epochs.flatten() for batch in batches]),
+            torch.cat([sample_weights(batch, since).flatten() for batch in batches]),
+        )
+
+    def at(self, shares: Tensor) -> Tensor:
+        """Rows [m] at these shares [m] of all weight, each in [0, 1): uniform shares draw rows by their weight."""
+        ends = self.weights.to(torch.float64).cumsum(0)  # [n]
+        return torch.searchsorted(ends, shares * ends[-1], right=True).clamp_max(ends.shape[0] - 1)
+
+    def spread(self, most: int) -> Tensor:
+        """At most so many rows, evenly over all weight."""
+        count = min(most, self.weights.shape[0])
+        return self.at((torch.arange(count, dtype=torch.float64, device=self.weights.device) + 0.5) / count)
+
+
+def tastes_changed(samples: Samples, epoch: Tensor, since: Tensor) -> Tensor:
+    """Whether rewards lately fall short of what was foreseen for them as never before [] bool."""
+    short = (samples.notes[:, TOGETHER] - samples.rewards).to(torch.float64)  # [n]
+    real = samples.weights > 0
+    late = real & (samples.epochs > epoch - CHANGE_EPOCHS)
+    early = real & ~late & (samples.epochs >= since)
+    now, before = _Mean.of(short, late), _Mean.of(short, early)
+    error = (now.variance / now.count + before.variance / before.count).sqrt()
+    enough = (now.count >= CHANGE_SAMPLES) & (before.count >= CHANGE_SAMPLES)
+    return enough & (now.mean - before.mean > CHANGE_ERRORS * error)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, chosen: Tensor) -> Self:
+        count = chosen.sum().clamp_min(1)
+        mean = (values * chosen).sum() / count
+        return cls(count, mean, ((values - mean).square() * chosen).sum() / count)
+
+
+def guard_of(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tensor:
+    """λ in [0, 1]: how much better groups foresaw the newer half of each user's rewards than the head alone did."""
+    evidence = torch.zeros((), dtype=torch.float64, device=noise.device)
+    for batch in batches:
+        place = torch.arange(batch.valid.shape[1], device=noise.device)
+        newer = sample_weights(batch, since) * (place >= batch.valid.sum(-1, keepdim=True) // 2)  # [B, S]
+        rewards = batch.rewards.to(torch.float64)
+        alone = (rewards - batch.phi[..., ALONE]).square()
+        together = (rewards - batch.phi[..., TOGETHER]).square()
+        evidence = evidence + ((alone - together) * newer).sum()
+    return (evidence / (2 * noise)).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
+
+
+def gain_of(
+    prior: Prior, users: Statistics, heads: Sequence[Tensor], batches: Sequence[UserBatch], radius: float
+) -> Tensor:
+    """The memory's gain that would have foreseen users' residuals best, heads [B, S, D] a batch."""
+    means, _ = prior.posterior(users.gram, users.moment)  # [U, D]
+    errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
+    for h, batch in zip(heads, batches, strict=True):
+        own = means[start : start + h.shape[0]].to(h.dtype)
+        start += h.shape[0]
+        residuals = (batch.rewards - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
+        errors += foresight(h[..., 1:-1], residuals, batch.valid, radius)
+    # Where hardly anything repeats, errors differ by chance: nothing is believed without evidence.
+    worth = (errors[0] - errors) / (2 * prior.noise)  # [gains], in nats
+    best = torch.where(worth.max() >= GAIN_EVIDENCE, worth.argmax(), torch.zeros_like(worth.argmax()))
+    return torch.tensor(GAINS, dtype=torch.float64, device=means.device)[best]
