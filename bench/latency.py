@@ -25,17 +25,16 @@ from bench.report import Bar, Report
 from bench.roofline import AIM, COPIED_BYTES, bytes_a_user, measure_machine, roofline_row
 from bench.timing import Race, Work, one_thread, take_turns
 from models.features import assemble
+from models.learner import Learner
 from models.presets import build_learner
 from models.settings import named_settings
 from service.scorer import BATCH_REQUESTS
 from service.served import ScoreRequest, ServedModel
 
 #: The claims: times faster than the looped reference, at least.
-DECISION_SPEEDUP: Final = 100.0
-UPDATE_SPEEDUP: Final = 50.0
+DECISION_SPEEDUP, UPDATE_SPEEDUP = 100.0, 50.0
 #: A `default` decision over one of Vowpal Wabbit's, and p50 among many users over p50 among few, at most.
-VOWPAL_RATIO: Final = 1.0
-CROWD_RATIO: Final = 1.5
+VOWPAL_RATIO, CROWD_RATIO = 1.0, 1.5
 #: CPU that learning from an event may take, everything included.
 TRAINING_LIMIT_MS: Final = 2.0
 #: Whose options Vowpal Wabbit runs with: the world that has this benchmark's sizes, and the options that cost least.
@@ -65,6 +64,8 @@ class LatencyPlan:
     fast_calls: int = 20
     warm_events: int = 2_000
     events: int = 4_000
+    #: Decisions in a row: a replica decides again and again, and learning goes on elsewhere.
+    block: int = 20
     few_users: int = 10_000
     many_users: int = 100_000
     crowd_rounds: int = 3_000
@@ -94,13 +95,11 @@ def measure_latency(plan: LatencyPlan, *, quick: bool, console: Console) -> Repo
         results |= _paper_updates(plan, bar("paper: updates", plan.update_rounds + 1))
         results |= _default_decisions(plan, console, bar("default: decisions and learning", plan.events))
         results |= _crowds(plan, bar("default: many users", plan.crowd_rounds + plan.roofline_rounds + 2))
-    results["bytes_a_user"] = {preset: {str(d): _bytes_a_user(preset, d) for d in DIMENSIONS} for preset in SIZED}
+    results["bytes_a_user"] = {
+        preset: {str(d): bytes_a_user(_learner(preset, d)) for d in DIMENSIONS} for preset in SIZED
+    }
     settings = {**asdict(plan), "threads": 1, "reference": f"tests/models/literal.py at {FROZEN_FROM}"}
     return Report("latency", settings, results, latency_bars(plan, results, quick=quick), quick)
-
-
-def _bytes_a_user(preset: str, dimension: int) -> int:
-    return bytes_a_user(build_learner(named_settings(preset), plain_layout(dimension).dimension))
 
 
 def latency_bars(plan: LatencyPlan, results: dict[str, Any], *, quick: bool) -> list[Bar]:
@@ -125,9 +124,7 @@ def latency_bars(plan: LatencyPlan, results: dict[str, Any], *, quick: bool) -> 
 
 def _paper_decisions(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
     """Algorithm 1 for one user among all: against the reference, with users' gradients stored and computed anew."""
-    population = PaperPopulation.random(
-        users=plan.users, samples=plan.decision_samples, dimension=plan.dimension, seed=plan.seed
-    )
+    population = PaperPopulation.random(plan.users, plan.decision_samples, plan.dimension, seed=plan.seed)
     served, reference = population.serve(), population.reference
     arms = random_arms(np.random.default_rng(plan.seed), plan.arms, plan.dimension)
     inputs = assemble(plain_layout(plan.dimension), arms.tolist(), None)
@@ -156,9 +153,7 @@ def _paper_decisions(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, A
 
 def _paper_updates(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
     """Algorithm 3 for many users; the fast fit computes each user's share of Algorithm 2 besides."""
-    population = PaperPopulation.random(
-        users=plan.updated_users, samples=plan.update_samples, dimension=plan.dimension, seed=plan.seed
-    )
+    population = PaperPopulation.random(plan.updated_users, plan.update_samples, plan.dimension, seed=plan.seed)
     difference = population.check_fits()
     sides = take_turns(
         {
@@ -173,7 +168,10 @@ def _paper_updates(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any
 
 
 def _default_decisions(plan: LatencyPlan, console: Console, done: Callable[[], None]) -> dict[str, Any]:
-    """Decisions of `default` and Vowpal Wabbit in turns, both learning from each; and what learning costs `default`."""
+    """Decisions of `default` and Vowpal Wabbit, a block of each in turns; and what learning costs `default`.
+
+    Between blocks both learn from all of them, so that hardly a user is asked about twice in the same state.
+    """
     world = SyntheticGroups(seed=plan.seed, users=plan.users, arms=plan.arms, dimension=plan.dimension, **WORLD)
     rounds = [world.next_round() for _ in range(plan.events)]
     missing = unavailable(VOWPAL)
@@ -187,26 +185,28 @@ def _default_decisions(plan: LatencyPlan, console: Console, done: Callable[[], N
     budget = Budget(plan.dimension)
 
     def decider(place: int, first: int) -> Work:
-        def work(turn: int) -> None:
-            asked = rounds[first + turn]
-            chosen[place][first + turn] = methods[place].decide(Question(asked.user, asked.arms), first + turn)
+        def work(call: int) -> None:
+            asked = rounds[first + call]
+            chosen[place][first + call] = methods[place].decide(Question(asked.user, asked.arms), first + call)
 
         return work
 
-    def learn(number: int) -> None:
-        budget.learn(methods[0], number, rounds[number], chosen[0][number])
-        for method, arms in zip(methods[1:], chosen[1:], strict=True):
-            method.learn(number, float(rounds[number].rewards[arms[number]]))
-        done()
+    def learn(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            budget.learn(methods[0], number, rounds[number], chosen[0][number])
+            for method, arms in zip(methods[1:], chosen[1:], strict=True):
+                method.learn(number, float(rounds[number].rewards[arms[number]]))
+            done()
 
     for number in range(plan.warm_events):
         for place in range(len(methods)):
             decider(place, 0)(number)
-        learn(number)
+        learn(number, 1)
     sides = take_turns(
         {name: decider(place, plan.warm_events) for place, name in enumerate(names.values())},
-        rounds=plan.events - plan.warm_events - 1,
-        between=lambda turn: learn(plan.warm_events + turn),
+        rounds=(plan.events - plan.warm_events) // plan.block - 1,
+        calls=[plan.block] * len(names),
+        between=lambda turn: learn(plan.warm_events + turn * plan.block, plan.block),
     )
     results = {"default_decision": sides[0].summary(), "training": budget.summary()}
     if missing is None:
@@ -214,12 +214,16 @@ def _default_decisions(plan: LatencyPlan, console: Console, done: Callable[[], N
     return results
 
 
+def _learner(preset: str, dimension: int) -> Learner:
+    return build_learner(named_settings(preset), plain_layout(dimension).dimension)
+
+
 @final
 class Budget:
     """CPU that learning takes, and how it is split: an event that makes an epoch due pays for that too."""
 
     def __init__(self, dimension: int) -> None:
-        self._learner = build_learner(named_settings("default"), plain_layout(dimension).dimension)
+        self._learner = _learner("default", dimension)
         self._epoch_events = 0
         self._plain: list[float] = []
         self._epochs: list[float] = []
@@ -267,12 +271,11 @@ def _crowds(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
     def scoring(served: ServedModel, asked: list[ScoreRequest], size: int) -> Work:
         return lambda number: served.score(asked[number * size : (number + 1) * size])
 
-    few, many = (crowd.serve(users, pool=pool) for users in (plan.few_users, plan.many_users))
-    asked = {users: requests(users, plan.crowd_rounds + 1) for users in (plan.few_users, plan.many_users)}
+    crowds = {users: crowd.serve(users, pool=pool) for users in (plan.many_users, plan.few_users)}
     sides = take_turns(
         {
-            f"default score, {plan.many_users:,} users": scoring(many, asked[plan.many_users], 1),
-            f"default score, {plan.few_users:,} users": scoring(few, asked[plan.few_users], 1),
+            f"default score, {users:,} users": scoring(served, requests(users, plan.crowd_rounds + 1), 1)
+            for users, served in crowds.items()
         },
         rounds=plan.crowd_rounds,
         between=lambda _: done(),
@@ -280,7 +283,7 @@ def _crowds(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
     batches = requests(plan.few_users, BATCH_REQUESTS * (plan.roofline_rounds + 1))
     sizes = (1, BATCH_REQUESTS)
     batched = take_turns(
-        {f"default score, batch {size}": scoring(few, batches, size) for size in sizes},
+        {f"default score, batch {size}": scoring(crowds[plan.few_users], batches, size) for size in sizes},
         rounds=plan.roofline_rounds,
         between=lambda _: done(),
     )

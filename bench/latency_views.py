@@ -50,12 +50,16 @@ def _race_row(found: Mapping[str, Any], *, faster: bool) -> list[str]:
     sign = " ×" if faster else ""
     return [
         found[ours]["name"],
-        f"{found[ours]['p50_ms']:.3g}",
+        _short(found[ours]["p50_ms"]),
         found[other]["name"],
-        f"{found[other]['p50_ms']:.3g}",
-        f"{found['ratio']:.3g}{sign}",
-        f"{low:.3g} - {high:.3g}",
+        _short(found[other]["p50_ms"]),
+        _short(found["ratio"]) + sign,
+        f"{_short(low)} - {_short(high)}",
     ]
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _roofline_table(found: Mapping[str, Any]) -> Table:
@@ -100,7 +104,7 @@ def plot_latency(report: Report, path: Path) -> None:
         box.set(facecolor=colour, alpha=0.6)
     right = max(max(side["times_ms"]) for side, _ in sides)
     for (_, found), place in zip(races, places[::2], strict=True):
-        axes.text(right * 1.6, place + 0.5, f"{found['ratio']:.3g}", va="center", ha="left")
+        axes.text(right * 1.6, place + 0.5, _short(found["ratio"]), va="center", ha="left")
     axes.set(xscale="log", xlabel="ms; boxes hold half of the calls, whiskers 98%; numbers are ratios of medians")
     axes.set_yticks(places, [side["name"] for side, _ in sides])
     axes.set_xlim(right=right * 4)

@@ -60,7 +60,7 @@ class PaperPopulation:
     users: tuple[str, ...]
 
     @classmethod
-    def random(cls, *, users: int, samples: int, dimension: int, seed: int) -> PaperPopulation:
+    def random(cls, users: int, samples: int, dimension: int, *, seed: int) -> PaperPopulation:
         """Inputs have the norm that the preset gives to inputs, so that the reference need not prepare them."""
         settings = MetaBanSettings(seed=seed)
         learner = PaperLearner(settings, plain_layout(dimension).dimension)

@@ -23,10 +23,11 @@ SMALLEST_VARIANCE = 1e-3
 
 
 def centring(moments: Moments) -> tuple[Tensor, Tensor]:
-    """(mean, scale), both [d]: constant columns become 0, since the learner has a constant of its own."""
+    """(mean, scale), both [d]: constant columns become 0, since the learner has a constant of its own; what only
+    rounding moves stays small."""
     deviation = (moments.squares / moments.count.clamp_min(1)).sqrt()
     constant = deviation <= CONSTANT_RELATIVE_SPREAD * (moments.mean.abs() + CONSTANT_RELATIVE_SPREAD)
-    return moments.mean, torch.where(constant, torch.ones_like(deviation), deviation)
+    return moments.mean, torch.where(constant, deviation.clamp_min(1), deviation)
 
 
 def bins_for(inputs: int, bins: int, most: int) -> int:

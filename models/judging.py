@@ -76,16 +76,16 @@ def remember(query: Query, arms: Tensor, heads: Tensor, gain: Tensor, radius: fl
     arms [N, D], heads [R, D].
     """
     own, gain = query.own, gain.to(arms.dtype)
-    valid = own["kept_weights"]
+    weights = own["kept_weights"]
     expected = (own["kept_heads"] @ heads.to(arms.dtype).unsqueeze(-1)).squeeze(-1)
-    residuals = (own["kept_rewards"] - expected) * valid  # [R, S]
+    residuals = own["kept_rewards"] - expected  # [R, S]
     kept, x = own["kept_heads"][..., 1:-1], arms[:, 1:-1]  # without the constant and the trunk's prediction
     corrections, lefts = [], []
     step = max(1, KERNEL_NUMBERS_MAX // max(1, kept.shape[1] * kept.shape[2]))
     for start in range(0, x.shape[0], step):
         rows = query.request[start : start + step]
         near = kernel(x[start : start + step].unsqueeze(1), kept[rows], radius).squeeze(1)  # [n, S]
-        correction, left = recall(near * valid[rows], residuals[rows], gain)
+        correction, left = recall(near * weights[rows], residuals[rows], gain)
         corrections.append(correction)
         lefts.append(left)
     return torch.cat(corrections), torch.cat(lefts)

@@ -15,8 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Values of g to choose from: shares 0, 5, 17, 33, 50, 60 and 75% of a single residual are believed.
-GAINS = (0.0, 0.05, 0.2, 0.5, 1.0, 1.5, 3.0)
+#: Values of g to choose from: so much over itself plus 1 of a single residual is believed.
+GAINS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+#: Before anything is known of it.
+FIRST_GAIN = 1.0
 #: Numbers held at once while kernels are computed.
 KERNEL_NUMBERS_MAX = 1 << 24
 

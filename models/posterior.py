@@ -32,13 +32,13 @@ from models.encoding import (
 )
 from models.judging import count_agreeing, judge, remember
 from models.learner import Learner, Query, Scores, State, UserBatch, newest
+from models.memory import FIRST_GAIN
 from models.metaban import doubled
 from models.normalizer import Moments, standardize, winsorize
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, inverse
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
-    CHANGE_EPOCHS,
     EMBEDDED,
     FADED,
     TRUNK,
@@ -55,6 +55,8 @@ EMBEDDING_REACH = 4.0
 VOICES_MAX = 256
 #: Applied events from which groups are looked for.
 GROUPS_FROM_EVENTS = 256
+#: Seeds that a generator takes.
+SEEDS = 1 << 63
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
 SHIFT_STEPS = 4
 EM_STEPS_REFIT, EM_STEPS = 12, 2
@@ -99,8 +101,9 @@ class PosteriorLearner(Learner):
             **_stored(prior),
             "group_pull": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
             "group_offset": torch.full((VOICES_MAX,), NO_GROUP, dtype=torch.float64),
+            "group_share": torch.tensor(self.settings.group_spread, dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
-            "gain": torch.tensor(self.settings.first_gain, dtype=torch.float64),
+            "gain": torch.tensor(FIRST_GAIN, dtype=torch.float64),
             "epoch": torch.zeros((), dtype=torch.float64),
             "since": torch.zeros((), dtype=torch.float64),
         }
@@ -115,7 +118,9 @@ class PosteriorLearner(Learner):
 
     def newborn(self, shared: State) -> State:
         zeros = {name: shared["trunk"].new_zeros(shape) for name, shape in self.fields.items()}
-        return {**zeros, "head": shared["prior_mean"].to(self.dtype)}
+        nothing = shared["prior_precision"].new_zeros
+        head = self._believed_head(shared, nothing(1, *self.fields["gram"]), nothing(1, self.head_size)).squeeze(0)
+        return {**zeros, "head": head.to(self.dtype), "since": shared["since"].to(self.dtype)}
 
     def codes(self, shared: State, z: Tensor) -> Tensor:
         """What the trunk sees of standardised inputs [..., d]."""
@@ -159,12 +164,9 @@ class PosteriorLearner(Learner):
         alone, _ = prior.posterior(gram, moment)
         if not self.settings.groups:
             return alone
-        covariance = inverse(gram / prior.noise + prior.precision / self.settings.group_spread)
-        groups, rewarded = self._groups(shared), moment / prior.noise
+        groups, rewarded = _groups(shared), moment / prior.noise
+        covariance = inverse(gram / prior.noise + prior.precision / groups.share)
         return alone.lerp(groups.head(covariance, rewarded, groups.beliefs(covariance, rewarded)), shared["guard"])
-
-    def _groups(self, shared: State) -> Groups:
-        return Groups(shared["group_pull"], shared["group_offset"], self.settings.group_spread)
 
     def _up_to_date(self, shared: State, query: Query) -> Query:
         """Users who have had no event since tastes changed: what they were fitted to has faded meanwhile."""
@@ -189,7 +191,7 @@ class PosteriorLearner(Learner):
             return Scores(predicted, torch.zeros_like(predicted), nobody, phi)
         h = self.heads(shared, z, predicted)  # [N, D]
         prior = stored_prior(shared)
-        groups = self._groups(shared) if self.settings.groups else None
+        groups = _groups(shared) if self.settings.groups else None
         judged = judge(prior, groups, shared["guard"], query, h)
         group_size = count_agreeing(pool["head"], query, h, judged, self.settings.nu)
         mean, variance = judged.mean, judged.variance
@@ -245,7 +247,7 @@ class PosteriorLearner(Learner):
     def _watched(self, shared: State, samples: Samples) -> State:
         """After a change of tastes, samples from before it fade and the prior is learned from scratch."""
         changed = tastes_changed(samples, shared["epoch"], shared["since"])
-        anew = {**_stored(Prior.initial(self.head_size)), "since": shared["epoch"] + 1 - CHANGE_EPOCHS}
+        anew = {**_stored(Prior.initial(self.head_size)), "since": shared["epoch"] + 1}
         return shared | {
             name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in anew.items()
         }
@@ -267,7 +269,7 @@ class PosteriorLearner(Learner):
     def _trained(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:
         """The trunk after so many steps on samples drawn from all there are."""
         state = TrunkState(shared["trunk"], shared["trunk_first"], shared["trunk_second"], shared["trunk_steps"])
-        generator = torch.Generator().manual_seed((self.settings.seed << 32) + total_events)
+        generator = torch.Generator().manual_seed(((self.settings.seed << 32) + total_events) % SEEDS)
         shares = torch.rand(steps, self.settings.replayed, generator=generator, dtype=torch.float64)
         drawn = samples.at(shares.to(samples.weights.device))  # [steps, replayed]
         for rows in drawn:
@@ -284,11 +286,13 @@ class PosteriorLearner(Learner):
 
     def _grouped_anew(self, prior: Prior, users: Statistics) -> State:
         loudest = users.events.argsort(descending=True, stable=True)[:VOICES_MAX]
-        groups = find_groups(prior, users.rows(loudest), self.settings.group_spread, SHIFT_STEPS)
+        share = torch.full_like(prior.noise, self.settings.group_spread)
+        groups = find_groups(prior, users.rows(loudest), share, SHIFT_STEPS)
         missing = VOICES_MAX - groups.offset.shape[0]
         return {
             "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, self.head_size)]),
             "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
+            "group_share": share,
         }
 
 
@@ -304,3 +308,7 @@ def _stored(prior: Prior) -> State:
         "prior_precision": prior.precision,
         "noise": prior.noise,
     }
+
+
+def _groups(shared: State) -> Groups:
+    return Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])

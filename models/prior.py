@@ -125,10 +125,10 @@ class Groups:
 
     pull: Tensor
     offset: Tensor
-    share: float  #: κ
+    share: Tensor  #: κ []
 
     @classmethod
-    def of(cls, prior: Prior, centres: Tensor, log_weight: Tensor, share: float) -> Groups:
+    def of(cls, prior: Prior, centres: Tensor, log_weight: Tensor, share: Tensor) -> Groups:
         """From centres [Q, D] and the logarithm of their weights [Q]."""
         pull = centres @ prior.precision / share
         return cls(pull, log_weight - 0.5 * (pull * centres).sum(-1), share)
@@ -152,7 +152,7 @@ class Groups:
         return (covariance @ (known + belief @ self.pull).unsqueeze(-1)).squeeze(-1)
 
 
-def find_groups(prior: Prior, users: Statistics, share: float, steps: int) -> Groups:
+def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int) -> Groups:
     """Centres, one a user, after `steps` shifts towards those whose rewards they explain."""
     log_weight = (users.events / (users.events + HALF_VOICE_EVENTS)).log()
     centres, _ = prior.posterior(users.gram, users.moment)  # [U, D]

@@ -98,10 +98,9 @@ class PosteriorSettings(LearnerSettings):
     # Groups: Σ within one as a share of Σ, and ν: how many deviations apart two users may be on an arm to agree on it.
     group_spread: float = 0.15
     nu: float = 1.0
-    # Memory: latest samples kept, how alike two arms must be (rms, in standard deviations), the gain before any epoch.
+    # Memory: latest samples kept, and how alike two arms must be (rms, in standard deviations).
     memory_samples: int = 64
     memory_radius: float = 0.087
-    first_gain: float = 0.0
     # An epoch is due after so many events, or this share of all there were.
     epoch_events: int = 64
     epoch_growth: float = 0.03
@@ -112,7 +111,7 @@ class PosteriorSettings(LearnerSettings):
     def _check_values(self) -> None:
         self._at_least(1, "width", "depth", "replayed", "epoch_steps_max", "head_inputs_max", "head_directions")
         self._at_least(1, "memory_samples", "epoch_events")
-        self._at_least(0, "alpha", "bins", "codes_max", "trunk_decay", "steps_per_event", "first_gain", "epoch_growth")
+        self._at_least(0, "alpha", "bins", "codes_max", "trunk_decay", "steps_per_event", "epoch_growth")
         self._at_least(0, "nu", "user_weight")
         self._positive("trunk_rate", "group_spread", "memory_radius")
         if self.head_directions > self.head_inputs_max:

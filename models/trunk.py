@@ -104,6 +104,6 @@ class TrunkState:
         steps = self.steps + 1
         first = BETA1 * self.first + (1 - BETA1) * gradient
         second = BETA2 * self.second + (1 - BETA2) * gradient.square()
-        corrected = (1 - BETA2**steps).sqrt() / (1 - BETA1**steps)  # [] float64
-        step = first / (second.sqrt() + EPSILON) * corrected.to(first.dtype)
+        root = (1 - BETA2**steps).sqrt()  # [] float64
+        step = first / (second.sqrt() + (EPSILON * root).to(first.dtype)) * (root / (1 - BETA1**steps)).to(first.dtype)
         return TrunkState(self.parameters * (1 - rate * decay) - rate * step, first, second, steps)

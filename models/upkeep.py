@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from models.learner import UserBatch
-from models.memory import GAINS, foresight
+from models.memory import FIRST_GAIN, GAINS, foresight
 from models.prior import Prior, Statistics
 
 #: What is noted of a decision: the trunk's prediction, the head's without and with groups, then who asked (EMBEDDED…).
 TRUNK, ALONE, TOGETHER, EMBEDDED = range(4)
 #: Largest evidence, in nats, that the guard takes for or against groups.
 GUARD_REACH: Final = 30.0
-#: Evidence, in nats, from which the memory is believed at all.
+#: Evidence, in nats, from which another gain of the memory is believed in.
 GAIN_EVIDENCE: Final = 3.0
 #: A change of tastes is looked for in the latest so many epochs, with at least so many samples there and before.
 CHANGE_EPOCHS: Final = 2
@@ -79,7 +79,8 @@ def tastes_changed(samples: Samples, epoch: Tensor, since: Tensor) -> Tensor:
     now, before = _Mean.of(short, late), _Mean.of(short, early)
     error = (now.variance / now.count + before.variance / before.count).sqrt()
     enough = (now.count >= CHANGE_SAMPLES) & (before.count >= CHANGE_SAMPLES)
-    return enough & (now.mean - before.mean > CHANGE_ERRORS * error)
+    # Rewards used to exceed what was foreseen while nothing was known: to have learned is no change.
+    return enough & (now.mean - before.mean.clamp_min(0) > CHANGE_ERRORS * error)
 
 
 @final
@@ -120,7 +121,7 @@ def gain_of(
         start += h.shape[0]
         residuals = (batch.rewards - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
         errors += foresight(h[..., 1:-1], residuals, batch.valid, radius)
-    # Where hardly anything repeats, errors differ by chance: nothing is believed without evidence.
-    worth = (errors[0] - errors) / (2 * prior.noise)  # [gains], in nats
-    best = torch.where(worth.max() >= GAIN_EVIDENCE, worth.argmax(), torch.zeros_like(worth.argmax()))
-    return torch.tensor(GAINS, dtype=torch.float64, device=means.device)[best]
+    # Where little repeats, errors differ by chance: without evidence against it, the first value stands.
+    worth = (errors[GAINS.index(FIRST_GAIN)] - errors) / (2 * prior.noise)  # [gains], in nats
+    gains = torch.tensor(GAINS, dtype=torch.float64, device=means.device)
+    return torch.where(worth.max() >= GAIN_EVIDENCE, gains[worth.argmax()], FIRST_GAIN)

@@ -147,10 +147,10 @@ class ServedModel:
         """Judge the arms of several requests in one pass."""
         counts = [request.inputs.shape[0] for request in requests]
         own = [self._own(request) for request in requests]
-        arms = np.concatenate([request.inputs for request in requests])
+        arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
         query = Query(
             arms=torch.from_numpy(arms).to(self._device, self.learner.dtype),
-            request=torch.repeat_interleave(torch.arange(len(requests)), torch.tensor(counts)).to(self._device),
+            request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)).to(self._device),
             own={name: torch.stack([state[name] for state, _ in own]) for name in self.learner.fields},
             own_row=torch.tensor([self._row(request.user_id) for request in requests], device=self._device),
             own_events=torch.tensor([events for _, events in own], dtype=torch.int64, device=self._device),

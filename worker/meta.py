@@ -21,6 +21,7 @@ from store.errors import StoreReset, StoreUnavailable
 from store.users import UserState, UserStore
 from worker.epochs import choose_teachers, derive_shared
 from worker.model import NamespaceModel, SharedEpoch
+from worker.teachers import Teachers
 from worker.trainer import Pupil, Trainer
 
 #: Longest time between two looks at whether an epoch is due; applied events wake the trainer at once.
@@ -57,6 +58,7 @@ class MetaTrainer:
         self._token = token
         self._partitions = partitions
         self._candidate_pool = candidate_pool
+        self._teachers = Teachers(users)
         self._applied: dict[int, int] = {}
         self._swept = 0
         self._woken = asyncio.Event()
@@ -131,9 +133,10 @@ class MetaTrainer:
 
     async def _advance(self, trainer: Trainer, current: SharedEpoch, total: int) -> None:
         """Derive the next epoch, refit users where it changes their inputs, publish."""
-        user_ids = await self._user_ids()
+        standings = await self._standings()
+        user_ids = list(standings)
         members = choose_teachers(user_ids, self._candidate_pool) if len(user_ids) > self._candidate_pool else []
-        teachers = await self._pupils(dict.fromkeys(choose_teachers(user_ids), 0))
+        teachers = await self._teachers.pupils(standings, trainer.learner.inputs_expected)
         loop = asyncio.get_running_loop()
         tensors = await loop.run_in_executor(
             self._compute, derive_shared, trainer, current.tensors, teachers, current.events, total
@@ -157,11 +160,15 @@ class MetaTrainer:
         Events applied between their user's refit and the publication were still fitted under the epoch before; and the
         trainer that published may have died before it got here, so every process looks once after each such epoch.
         """
-        if await self._refit(trainer, epoch, await self._user_ids()):
+        if await self._refit(trainer, epoch, list(await self._standings())):
             self._swept = epoch.refitted
 
-    async def _user_ids(self) -> list[str]:
-        return [user for partition in range(self._partitions) for user in await self._users.versions(partition)]
+    async def _standings(self) -> dict[str, tuple[int, int]]:
+        """(incarnation, version) of everyone."""
+        found: dict[str, tuple[int, int]] = {}
+        for partition in range(self._partitions):
+            found |= await self._users.versions(partition)
+        return found
 
     async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str]) -> bool:
         """Fit again all users that were fitted under older inputs; False when the lease was lost."""

@@ -26,14 +26,15 @@ from bench.report import Report
 from bench.roofline import Machine, bound_of, bytes_a_user, decision_parts
 from bench.timing import Race, Side, one_thread, take_turns
 from models.features import assemble
-from models.posterior import ALONE, TOGETHER, PosteriorLearner
+from models.posterior import PosteriorLearner
 from models.settings import PosteriorSettings
+from models.upkeep import ALONE, TOGETHER
 from service.served import ScoreRequest
 from tests.models.literal import LiteralMetaBan, LiteralSettings
 
 SMALL = LatencyPlan(
     users=4, arms=3, dimension=3, decision_samples=2, decision_rounds=2, updated_users=3, update_samples=2,
-    update_rounds=2, fast_calls=2, warm_events=20, events=40, few_users=20, many_users=60, crowd_rounds=4,
+    update_rounds=2, fast_calls=2, warm_events=20, events=40, block=5, few_users=20, many_users=60, crowd_rounds=4,
     roofline_rounds=2, copied_bytes=1 << 16,
 )  # fmt: skip
 
@@ -212,7 +213,7 @@ def test_a_small_run_measures_and_reports(report: Report, tmp_path: Path) -> Non
     found = json.loads((tmp_path / "latency.json").read_text())
     assert found["settings"] == asdict(SMALL) | {"threads": 1, "reference": "tests/models/literal.py at c40884b"}
     looped = {name: [2, 4] for name in ("paper_decision", "paper_decision_anew", "paper_updates")}
-    for name, calls in (looped | {"vowpal": [19, 19], "crowd": [4, 4]}).items():
+    for name, calls in (looped | {"vowpal": [15, 15], "crowd": [4, 4]}).items():
         race = found["results"][name]
         assert [len(race[side]["times_ms"]) for side in ("above", "below")] == calls
         assert race["ratio"] == pytest.approx(race["above"]["p50_ms"] / race["below"]["p50_ms"])
@@ -256,5 +257,5 @@ def test_the_command_fails_when_checked_and_does_without_vowpal_wabbit(
     assert "skipped the comparison with Vowpal Wabbit: Vowpal Wabbit is not installed" in result.output
     found = json.loads((tmp_path / "out.json").read_text())
     assert "vowpal" not in found["results"]
-    assert found["results"]["default_decision"]["calls"] == 19
+    assert found["results"]["default_decision"]["calls"] == 15
     assert len(found["bars"]) == 4

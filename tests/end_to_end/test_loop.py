@@ -114,7 +114,7 @@ def test_the_loop_learns_and_survives_a_restart_of_everything(deployment: Deploy
     assert rate > random_rate + margin, f"earned {rate:.3f}, random earns {random_rate:.3f} ± {margin:.3f}"
 
 
-@pytest.mark.parametrize(("preset", "rounds"), [("paper", 500), ("pooled", 150)])
+@pytest.mark.parametrize(("preset", "rounds"), [("default", 500), ("paper", 300), ("pooled", 150)])
 def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, rounds: int) -> None:
     with (
         Deployment(tmp_path, {"METABAN_PRESET": preset}) as service,
@@ -139,4 +139,4 @@ def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, roun
 
 
 def test_a_shared_settings_object_builds_the_shipped_learner() -> None:
-    assert learner_settings(Settings()) == named_settings("paper")
+    assert learner_settings(Settings()) == named_settings("default")

@@ -35,6 +35,7 @@ class LiteralShared:
     voices: list[float]
     guard: float  # λ
     gain: float  # g
+    since: float  # the epoch of the last change of tastes
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,12 @@ class LiteralSettings:
 
 @dataclass(frozen=True)
 class LiteralSample:
-    """A reward, the arm it was for, and the trunk's prediction noted when the arm was chosen."""
+    """A reward, the arm it was for, the trunk's prediction noted when the arm was chosen, and the epoch of that."""
 
     raw: Array
     noted: float
     reward: float
+    epoch: int
 
 
 @dataclass
@@ -124,13 +126,21 @@ class LiteralPosterior:
 
     # -- users
 
+    def weight(self, sample: LiteralSample) -> float:
+        """What a sample counts: one from before the last change of tastes has 20 times the noise of others."""
+        return 1.0 if sample.epoch >= self.shared.since else 0.05
+
+    def noises(self, samples: Sequence[LiteralSample]) -> Array:
+        """The covariance of the samples' noise [S, S]."""
+        return np.diag([self.shared.noise / self.weight(sample) for sample in samples])
+
     def posterior(self, mean: Array, covariance: Array, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
         """w ~ N(mean, covariance) given r_i = h_iᵀw + noise: the normal distribution of (w, r), conditioned on r."""
         if not samples:
             return mean, covariance
         rows = np.array([self.h(sample.raw, sample.noted) for sample in samples])  # [S, D]
         rewards = np.array([sample.reward for sample in samples])
-        among = rows @ covariance @ rows.T + self.shared.noise * np.eye(len(samples))
+        among = rows @ covariance @ rows.T + self.noises(samples)
         across = covariance @ rows.T
         kalman = across @ np.linalg.inv(among)
         return mean + kalman @ (rewards - rows @ mean), covariance - kalman @ across.T
@@ -143,7 +153,7 @@ class LiteralPosterior:
             log = math.log(voice)
             if samples:
                 rows = np.array([self.h(sample.raw, sample.noted) for sample in samples])
-                covariance = rows @ within @ rows.T + self.shared.noise * np.eye(len(samples))
+                covariance = rows @ within @ rows.T + self.noises(samples)
                 log += float(
                     multivariate_normal.logpdf([sample.reward for sample in samples], rows @ centre, covariance)
                 )
@@ -170,13 +180,13 @@ class LiteralPosterior:
         return (1 - self.shared.guard) * alone + self.shared.guard * together
 
     def statistics(self, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
-        """A = Σ hhᵀ and b = Σ hr."""
+        """A = Σ hhᵀ and b = Σ hr, samples weighed."""
         size = self.shared.prior_mean.shape[0]
         gram, moment = np.zeros((size, size)), np.zeros(size)
         for sample in samples:
             h = self.h(sample.raw, sample.noted)
-            gram += np.outer(h, h)
-            moment += h * sample.reward
+            gram += self.weight(sample) * np.outer(h, h)
+            moment += self.weight(sample) * h * sample.reward
         return gram, moment
 
     def kept(self, samples: Sequence[LiteralSample]) -> Sequence[LiteralSample]:
@@ -185,10 +195,12 @@ class LiteralPosterior:
 
     # -- requests
 
-    def score(self, raw: Array, own: Sequence[LiteralSample], pool: Sequence[Array], own_row: int) -> LiteralArm:
-        """One arm for a user with these samples, among a pool of these heads; one without samples is newborn."""
+    def score(
+        self, raw: Array, own: Sequence[LiteralSample], stored: Array, pool: Sequence[Array], own_row: int
+    ) -> LiteralArm:
+        """One arm for a user with these samples and this stored head, among a pool of these heads."""
         shared, settings = self.shared, self.settings
-        asking = self.embedding(self.head(own) if own else shared.prior_mean)
+        asking = self.embedding(stored)
         predicted = self.predicted(raw, asking)
         if not settings.heads:
             return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *asking])
@@ -216,12 +228,12 @@ class LiteralPosterior:
         return arm
 
     def remembered(self, raw: Array, own: Sequence[LiteralSample]) -> tuple[float, float]:
-        """g·Σ k e / (1 + g·s) and g·σ² / (1 + g·s)."""
+        """g·Σ k e / (1 + g·s) and g·σ² / (1 + g·s), where a sample of weight v counts like v of them."""
         gain, x, head = self.shared.gain, self.inputs(raw), self.head(own)
         told = seen = 0.0
         for sample in self.kept(own):
             apart = math.sqrt(float(np.mean((x - self.inputs(sample.raw)) ** 2)))
-            similarity = math.exp(-0.5 * (apart / self.settings.memory_radius) ** 2)
+            similarity = self.weight(sample) * math.exp(-0.5 * (apart / self.settings.memory_radius) ** 2)
             told += similarity * (sample.reward - float(self.h(sample.raw, sample.noted) @ head))
             seen += similarity
         return gain * told / (1 + gain * seen), gain * self.shared.noise / (1 + gain * seen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,14 @@ class Past:
     features: Tensor  # [s, d]
     rewards: Tensor  # [s]
     phi: Tensor  # [s, q]
+    epochs: Tensor  # [s]
+
+
+class Quiet(State):
+    """A shared state that does not fill pages when a test fails."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors>"
 
 
 @dataclass
@@ -34,7 +42,7 @@ class Scene:
 
     settings: PosteriorSettings
     inputs: int
-    shared: State = field(repr=False)
+    shared: State
     pool: list[Past]
     requests: list[tuple[Past, int, Tensor]]  # who asks, their row in the pool or −1, and among which arms [k, d]
 
@@ -47,6 +55,16 @@ def small(**changes: Any) -> PosteriorSettings:
     return settings
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """A source of numbers, always the same."""
+    return torch.Generator().manual_seed(seed)
+
+
+def some_of(person: Past, rows: Tensor) -> Past:
+    """These of somebody's samples, in this order."""
+    return Past(person.features[rows], person.rewards[rows], person.phi[rows], person.epochs[rows])
+
+
 def past(learner: PosteriorLearner, samples: int, generator: torch.Generator, taste: Tensor | None = None) -> Past:
     """Somebody with that many samples, whose rewards follow a taste [d] if they have one."""
     features = single(torch.randn(samples, learner.inputs_expected, generator=generator, dtype=torch.float64))
@@ -54,7 +72,8 @@ def past(learner: PosteriorLearner, samples: int, generator: torch.Generator, ta
     if taste is not None:
         rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
     noted = torch.rand(samples, learner.noted, generator=generator, dtype=torch.float64)
-    return Past(features, single(rewards), single(noted))
+    epochs = torch.randint(4, (samples,), generator=generator).sort().values
+    return Past(features, single(rewards), single(noted), epochs)
 
 
 def batch_of(people: list[Past], dtype: torch.dtype = torch.float64, *, padding: int = 0) -> UserBatch:
@@ -76,7 +95,7 @@ def batch_of(people: list[Past], dtype: torch.dtype = torch.float64, *, padding:
         draw=torch.zeros_like(counts),
         weight=torch.ones(len(people), dtype=dtype),
         phi=padded([person.phi for person in people], 5.0),
-        epochs=torch.zeros(len(people), longest, dtype=torch.int64),
+        epochs=padded([person.epochs for person in people], 9).to(torch.int64),
     )
 
 
@@ -130,14 +149,13 @@ def scenes(draw: st.DrawFn) -> Scene:
     )
     learner = PosteriorLearner(settings, d, torch.float64)
     if draw(st.sampled_from([True, True, False])):
-        changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0]))}
+        changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
         changes |= {"guard": draw(st.sampled_from([0.0, 0.3, 1.0]))} if settings.groups else {}
         shared = taught(learner, kinds(learner, draw(st.integers(1, 9)), 6, generator), **changes)
     else:
         shared = learner.initial_shared()
-    shared = {
-        name: value.to(torch.float64) for name, value in held(PosteriorLearner(settings, d), shared).items()
-    }  # numbers that both types hold
+    both = held(PosteriorLearner(settings, d), shared)  # numbers that both types hold
+    shared = Quiet({name: value.to(torch.float64) for name, value in both.items()})
     pool = [past(learner, draw(st.integers(0, 7)), generator) for _ in range(draw(st.integers(0, 5)))]
     outsider, stranger = past(learner, draw(st.integers(1, 7)), generator), past(learner, 0, generator)
     askers = [*((person, row) for row, person in enumerate(pool)), (outsider, -1), (stranger, -1)]
@@ -178,8 +196,10 @@ def answered(scene: Scene, dtype: torch.dtype = torch.float64) -> Scores:
 
 def samples_of(person: Past) -> list[LiteralSample]:
     """A past as the literal learner takes it; of what was noted, the trunk's prediction comes first."""
-    rows = zip(person.features.numpy(), person.phi.tolist(), person.rewards.tolist(), strict=True)
-    return [LiteralSample(raw, noted[0], reward) for raw, noted, reward in rows]
+    rows = zip(
+        person.features.numpy(), person.phi.tolist(), person.rewards.tolist(), person.epochs.tolist(), strict=True
+    )
+    return [LiteralSample(raw, noted[0], reward, epoch) for raw, noted, reward, epoch in rows]
 
 
 def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]:
@@ -218,6 +238,7 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             voices=voices.tolist(),
             guard=float(numbers["guard"]),
             gain=float(numbers["gain"]),
+            since=float(numbers["since"]),
         ),
     )
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from models.encoding import (
     NARROWEST_BIN,
-    ROWS_MAX,
     SMALLEST_VARIANCE,
     bins_for,
     centring,
@@ -18,7 +17,6 @@ from models.encoding import (
     piecewise,
     principal_directions,
     quantile_edges,
-    thinned,
 )
 from models.normalizer import Moments, standardize
 
@@ -132,16 +130,6 @@ def test_directions_without_variance_are_not_blown_up() -> None:
 
 def test_directions_of_a_single_row_are_finite() -> None:
     assert principal_directions(rows_of(1, 5).to(torch.float32), 3).isfinite().all()
-
-
-def test_thinning_spreads_evenly() -> None:
-    few = torch.arange(ROWS_MAX).unsqueeze(-1)
-    assert torch.equal(thinned(few), few)
-    for count in (ROWS_MAX + 1, 3 * ROWS_MAX - 1, 10 * ROWS_MAX):
-        kept = thinned(torch.arange(count).unsqueeze(-1)).squeeze(-1)
-        assert ROWS_MAX / 2 <= kept.shape[0] <= ROWS_MAX
-        assert kept.diff().unique().numel() == 1
-        assert kept[-1] > count - count / ROWS_MAX - 1
 
 
 # ---------------------------------------------------------------------- centring

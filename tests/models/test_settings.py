@@ -39,9 +39,10 @@ def test_what_no_learner_could_use_is_refused_by_name(name: str, value: object) 
     [
         ("width", 0), ("width", 2.5), ("depth", 0), ("bins", -1), ("codes_max", -1), ("replayed", 0), ("alpha", -0.1),
         ("alpha", float("nan")), ("trunk", 1), ("embed", 1), ("heads", "yes"), ("groups", None), ("memory", 0),
-        ("trunk_rate", 0),        ("trunk_decay", -1), ("steps_per_event", -0.5), ("epoch_steps_max", 0), ("head_inputs_max", 0),
+        ("trunk_rate", 0), ("trunk_decay", -1), ("steps_per_event", -0.5), ("epoch_steps_max", 0),
+        ("head_inputs_max", 0),
         ("head_directions", 0), ("group_spread", 0), ("nu", -1), ("memory_samples", 0), ("memory_radius", 0),
-        ("first_gain", -1), ("epoch_events", 0), ("epoch_growth", -0.1), ("epoch_growth", float("inf")),
+        ("epoch_events", 0), ("epoch_growth", -0.1), ("epoch_growth", float("inf")),
         ("user_weight", -1), ("head_directions", 49), ("seed", 1.5), ("seed", "0"),
     ],
 )  # fmt: skip
@@ -57,7 +58,8 @@ def test_what_is_not_known_is_refused(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "foreign"), [("default", "user_rate"), ("default", "gamma"), ("paper", "bins"), ("pooled", "first_gain")]
+    ("preset", "foreign"),
+    [("default", "user_rate"), ("default", "gamma"), ("paper", "bins"), ("pooled", "groups")],
 )
 def test_a_setting_of_another_learner_is_not_known(preset: str, foreign: str) -> None:
     with pytest.raises(ValueError, match=f"unknown learner settings: {foreign}"):
@@ -84,7 +86,7 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     assert kept.structure() == settings.structure()
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9}, {"head_inputs_max": 40},
-        {"head_directions": 8}, {"memory_samples": 5}, {"embed": False},
+        {"head_directions": 5}, {"memory_samples": 5}, {"embed": False},
     ]  # fmt: skip
     for change in changes:
         assert named_settings("default", **change).structure() != settings.structure()

@@ -27,6 +27,7 @@ from worker.runtime import WorkerSettings, _run
 SMALL: dict[str, Any] = {
     "namespace": "shop",
     "partitions": 2,
+    "preset": "paper",
     "width": 6,
     "user_steps": 2,
     "samples_kept": 20,

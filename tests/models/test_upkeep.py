@@ -1,0 +1,117 @@
+"""How the default learner judges itself: what samples count, how they are drawn, and when tastes have changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.learner import UserBatch
+from models.upkeep import CHANGE_SAMPLES, FADED, TOGETHER, Samples, sample_weights, tastes_changed
+
+
+def batch_of(counts: list[int], epochs: list[list[int]]) -> UserBatch:
+    """Users with so many samples of these epochs; features number the samples, padding has −1."""
+    users, longest = len(counts), len(epochs[0])
+    valid = torch.arange(longest) < torch.tensor(counts).unsqueeze(-1)
+    number = torch.arange(users * longest, dtype=torch.float64).view(users, longest)
+    return UserBatch(
+        features=torch.where(valid, number, -1.0).unsqueeze(-1),
+        rewards=torch.where(valid, number / 10, -1.0),
+        valid=valid,
+        events=torch.tensor(counts),
+        draw=torch.zeros(users, dtype=torch.int64),
+        weight=torch.ones(users, dtype=torch.float64),
+        phi=number.unsqueeze(-1) + torch.arange(4) / 10,
+        epochs=torch.tensor(epochs),
+    )
+
+
+TWO = [batch_of([2, 4], [[0, 3, 9, 9], [1, 2, 3, 4]]), batch_of([1], [[5, 9]])]
+
+
+def since_of(epoch: float) -> Tensor:
+    return torch.tensor(epoch, dtype=torch.float64)
+
+
+def test_padding_counts_nothing_and_what_was_before_a_change_little() -> None:
+    assert sample_weights(TWO[0], since_of(0)).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    expected = torch.tensor([[FADED, 1, 0, 0], [FADED, FADED, 1, 1]], dtype=torch.float64)
+    torch.testing.assert_close(sample_weights(TWO[0], since_of(3)), expected, rtol=1e-7, atol=0)
+
+
+def test_samples_of_all_batches_stay_together() -> None:
+    samples = Samples.of(TWO, since_of(3))
+    real = samples.weights > 0
+    assert int(real.sum()) == 7
+    assert samples.features[real].flatten().tolist() == [0, 1, 4, 5, 6, 7, 0]
+    torch.testing.assert_close(samples.rewards[real], samples.features[real].flatten() / 10)
+    torch.testing.assert_close(samples.notes[real][:, 0], samples.features[real].flatten())
+    assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("since", [0, 3, 100])
+def test_rows_are_drawn_by_their_weight(since: int) -> None:
+    samples = Samples.of(TWO, since_of(since))
+    shares = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    drawn = samples.at(shares).bincount(minlength=10) / 10_000
+    torch.testing.assert_close(drawn.double(), samples.weights / samples.weights.sum(), rtol=0, atol=2e-4)
+
+
+def test_padding_is_never_drawn() -> None:
+    """Not even at the ends, where rounding might, nor when it stands in front."""
+    samples = Samples.of([batch_of([0, 1], [[0, 0], [0, 0]])], since_of(0))
+    assert samples.at(torch.zeros(1, dtype=torch.float64)).tolist() == [2]
+    samples = Samples.of(TWO, since_of(3))
+    shares = torch.tensor([0.0, 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert (samples.weights[samples.at(shares)] > 0).all()
+    assert samples.at(shares)[0] == 0
+    assert samples.at(shares.view(2, 2)).shape == (2, 2)
+
+
+def test_a_spread_of_rows_is_even() -> None:
+    samples = Samples.of([batch_of([100], [[0] * 120])], since_of(0))
+    rows = samples.spread(20)
+    assert rows.tolist() == list(range(2, 100, 5))
+    assert samples.spread(10_000).unique().tolist() == list(range(100))
+
+
+def foreseen(*parts: tuple[int, int, float]) -> Samples:
+    """Samples of (epoch, how many, by how much their rewards fell short of what was foreseen)."""
+    generator = torch.Generator().manual_seed(0)
+    epochs = torch.cat([torch.full((count,), epoch) for epoch, count, _ in parts])
+    short = torch.cat([torch.full((count,), by) for _, count, by in parts]).double()
+    rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
+    notes = torch.zeros(epochs.shape[0], 4, dtype=torch.float64)
+    notes[:, TOGETHER] = 0.5 + short
+    return Samples(torch.zeros(epochs.shape[0], 1), rewards, notes, epochs, torch.ones(epochs.shape[0]))
+
+
+MANY = 4 * CHANGE_SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("parts", "since", "expected"),
+    [
+        ([(3, MANY, 0.0), (8, MANY, 0.0), (9, MANY, 0.0)], 0, False),  # as ever
+        ([(3, MANY, 0.0), (8, MANY, 0.4), (9, MANY, 0.4)], 0, True),  # much worse in the latest two epochs
+        ([(3, MANY, 0.0), (8, MANY, -0.4), (9, MANY, -0.4)], 0, False),  # better than foreseen
+        ([(3, MANY, 0.0), (7, MANY, 0.4), (9, MANY, 0.0)], 0, False),  # worse, but not of late
+        ([(3, MANY, 0.2), (9, MANY, 0.2)], 0, False),  # always a little short: the best of many is overrated
+        ([(3, MANY, 0.0), (9, CHANGE_SAMPLES - 1, 0.9)], 0, False),  # too few to tell
+        ([(3, CHANGE_SAMPLES - 1, 0.0), (9, MANY, 0.9)], 0, False),
+        ([(3, MANY, 0.0), (6, MANY, 0.4), (9, MANY, 0.4)], 5, False),  # since the last change nothing changed
+        ([(3, MANY, 0.4), (6, MANY, 0.0), (9, MANY, 0.4)], 5, True),
+    ],
+)
+def test_tastes_have_changed_when_rewards_lately_fall_short(
+    parts: list[tuple[int, int, float]], since: int, expected: bool
+) -> None:
+    assert bool(tastes_changed(foreseen(*parts), since_of(9), since_of(since))) == expected
+
+
+def test_having_learned_is_no_change_of_tastes() -> None:
+    """Before the first epoch nothing is foreseen of any reward; that it is foreseen afterwards is no disappointment."""
+    first = (0, MANY, -0.5)
+    assert not tastes_changed(foreseen(first, (1, MANY, 0.0)), since_of(2), since_of(0))
+    assert not tastes_changed(foreseen(first, (1, MANY, 0.0), (2, MANY, 0.05)), since_of(2), since_of(0))
