@@ -51,7 +51,7 @@ def choose_options(env: str, *, data: Path | None, rounds: int, console: Console
     dimension = build_environment(env, seed=TUNING_SEED, data=data).dimension
     rounds = max(1, rounds // SLOW_DIVISOR) if env in SLOW_WORLDS else rounds
     left, regrets = candidates(dimension), [0.0]
-    for length in (rounds, FIRST_LOOK_DIVISOR * rounds):
+    for length in (max(1, rounds // FIRST_LOOK_DIVISOR), rounds):
         run = Run(Contender.plain(VOWPAL), env, TUNING_SEED, length, data)
         regrets = []
         for options in left:
@@ -61,8 +61,7 @@ def choose_options(env: str, *, data: Path | None, rounds: int, console: Console
         order = np.argsort(regrets, kind="stable")[:FINALISTS]
         left, regrets = [left[place] for place in order], [regrets[place] for place in order]
     settings = {"options": left[0]}
-    played = FIRST_LOOK_DIVISOR * rounds
-    return {"settings": settings, "seed": TUNING_SEED, "rounds": played, "regret": round(regrets[0], 1)}
+    return {"settings": settings, "seed": TUNING_SEED, "rounds": rounds, "regret": round(regrets[0], 1)}
 
 
 def chosen_options(env: str) -> str:

@@ -90,7 +90,7 @@ def test_a_run_that_raises_is_an_error_without_being_asked(monkeypatch: pytest.M
 
 @pytest.mark.skipif(unavailable("vw") is not None, reason="needs the extra vw")
 def test_tuning_tries_baselines_and_vowpal_and_writes_the_choice(tmp_path: Path) -> None:
-    arguments = ("tune", "--envs", "synthetic,yelp", "--methods", "linucb,vw", "--rounds", "4", "--jobs", "1")
+    arguments = ("tune", "--envs", "synthetic,yelp", "--methods", "linucb,vw", "--rounds", "20", "--jobs", "1")
     result = bench(*arguments, "--data", str(tmp_path), "--json", str(tmp_path / "chosen.json"))
     assert result.exit_code == 0, result.output
     assert "skipped yelp: " in result.output
