@@ -227,7 +227,7 @@ def tune(
     methods: Annotated[
         str | None, typer.Option("--methods", help="Baselines separated by commas; all unless said.")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decisions of each run.")] = 2_000,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Decisions of each run.")] = 10_000,
     jobs: Jobs = None,
     data: Data = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the chosen settings here.")] = None,

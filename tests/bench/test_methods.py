@@ -24,7 +24,7 @@ from bench.runs import Contender, Run, play
 from bench.vowpal import CHOSEN, candidates
 from models.baselines import BASELINES
 from models.exploration import UpperConfidence
-from models.settings import named_settings
+from models.settings import PRESETS, named_settings
 from worker.epochs import choose_teachers
 
 

@@ -12,7 +12,16 @@ from rich.console import Console
 
 from bench import tuning
 from bench.environments import ENVIRONMENTS
-from bench.tuning import SETTINGS_FILE, SLOW_DIVISOR, TUNING_SEED, Trial, candidates, tune, tuned_settings
+from bench.tuning import (
+    FIRST_LOOK_DIVISOR,
+    SETTINGS_FILE,
+    SLOW_DIVISOR,
+    TUNING_SEED,
+    Trial,
+    candidates,
+    tune,
+    tuned_settings,
+)
 from models.baselines import BASELINES, build_baseline
 
 #: Seeds that results are reported on.

@@ -226,15 +226,15 @@ def test_after_a_change_of_tastes_older_samples_fade() -> None:
     learner, shared, batch = disappointed()
     derived = learner.derive(shared, [batch], 640, 660)
     assert derived["epoch"] == 10
-    assert derived["since"] == 8
+    assert derived["since"] == 10  # all that was decided before it was seen
     expected = learner.derive(shared | {"since": derived["since"]}, [batch], 640, 660)
     for name in ("prior_mean", "prior_covariance", "noise", "guard", "trunk"):
         assert torch.equal(derived[name], expected[name])  # the prior starts anew here, as it did there
     calm = replace(batch, rewards=batch.phi[..., 1].clone())
     assert learner.derive(shared, [calm], 640, 660)["since"] == 0
     states = learner.fit(derived, batch, {})
-    assert states["since"].tolist() == [8.0] * 16
-    close(states["gram"][:, 0, 0], torch.full((16,), 32 * 0.05 + 8.0), 1e-6)  # Σ weight, as h starts with 1
+    assert states["since"].tolist() == [10.0] * 16
+    close(states["gram"][:, 0, 0], torch.full((16,), 40 * 0.05), 1e-6)  # Σ weight, as h starts with 1
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
