@@ -1,101 +1,82 @@
-"""What the default learner's heads, groups and memories say of the arms of a query."""
+"""What the default learner believes of users, and what heads, pool and memories say of arms."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from models.learner import Query
 from models.memory import KERNEL_NUMBERS_MAX, kernel, recall
 from models.prior import Groups, Prior, inverse
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """Of N arms, the head's mean without groups and with them, what is believed of the two, its variance, each [N];
-    and the believed mean head of each asking user [R, D]."""
+class Beliefs:
+    """Of R users, mean heads without groups, with them, and of the two as the guard weighs them, each [R, D]; and the
+    covariance of the last [R, D, D]."""
 
     alone: Tensor
     together: Tensor
-    mean: Tensor
-    variance: Tensor
     head: Tensor
+    covariance: Tensor
 
 
-def judge(prior: Prior, groups: Groups | None, guard: Tensor, query: Query, arms: Tensor) -> Judgement:
-    """What heads say of arms h(x) [N, D], groups weighed by the guard."""
-    h, request = arms.to(torch.float64), query.request
-    moment = query.own["moment"].to(torch.float64)
-    known = query.own["gram"].to(torch.float64) / prior.noise  # [R, D, D]
+def believe(prior: Prior, groups: Groups | None, guard: Tensor, gram: Tensor, moment: Tensor) -> Beliefs:
+    """What is known of users with A [R, D, D] and b [R, D], in float64."""
+    known = gram / prior.noise
     if groups is None:
         covariance = inverse(known + prior.precision)
-        head = prior.mean_under(covariance, moment)
-        alone = _dots(h, head[request])
-        return Judgement(alone, alone, alone, _forms(h, covariance[request]), head)
+        alone = prior.mean_under(covariance, moment)
+        return Beliefs(alone, alone, alone, covariance)
     both = torch.stack([prior.precision, prior.precision / groups.share]).unsqueeze(1)  # [2, 1, D, D]
     covariance, within = inverse(known + both)  # each [R, D, D]
-    head = prior.mean_under(covariance, moment)  # [R, D]
-    alone = _dots(h, head[request])
-    rewarded = moment / prior.noise  # [R, D]
+    alone = prior.mean_under(covariance, moment)
+    rewarded = moment / prior.noise
     belief = groups.beliefs(within, rewarded)  # [R, Q]
-    reach = (within[request] @ h.unsqueeze(-1)).squeeze(-1)  # [N, D], Ph
-    said = torch.addmm(_dots(reach, rewarded[request]).unsqueeze(-1), reach, groups.pull.mT)  # [N, Q], by each group
-    weight = belief[request]
-    together = _dots(weight, said)
-    spread = _dots(weight, (said - together.unsqueeze(-1)).square())
-    return Judgement(
+    together = groups.head(within, rewarded, belief)
+    apart = (groups.pull - (belief @ groups.pull).unsqueeze(1)) @ within  # [R, Q, D], each group's head from the mean
+    spread = apart.mT @ (apart * belief.unsqueeze(-1))  # [R, D, D]
+    return Beliefs(
         alone,
         torch.where(groups.any(), together, alone),
         alone.lerp(together, guard),
-        _forms(h, covariance[request]).lerp(_dots(h, reach) + spread, guard),
-        head.lerp(groups.head(within, rewarded, belief), guard),
+        covariance.lerp(within + spread, guard),
     )
 
 
-def count_agreeing(heads: Tensor, query: Query, arms: Tensor, judged: Judgement, deviations: float) -> Tensor:
-    """Eq. 4 with ν deviations of the posterior for a threshold: who agrees with the user on each arm, counted [N].
+def count_agreeing(heads: Tensor, arms: Tensor, mean: Tensor, reach: Tensor, row: Tensor) -> Tensor:
+    """Eq. 4: how many agree with the asking user on each arm [N], that user included, once.
 
-    `heads` [P, D] are the pool's, arms [N, D]; the asking user counts, once.
+    heads [P, D] of the pool, arms [N, D], the user's own mean [N] and how far from it others may be [N], and the user's
+    row in the pool [N], −1 for none.
     """
-    reach = (deviations * judged.variance.clamp_min(0).sqrt()).to(arms.dtype).unsqueeze(-1)  # [N, 1]
-    agree = (arms @ heads.mT).sub_(judged.mean.to(arms.dtype).unsqueeze(-1)).abs_() <= reach  # [N, P]
-    row = query.own_row[query.request].unsqueeze(-1)  # [N, 1]
     if not heads.shape[0]:
-        return torch.ones_like(query.request)
-    themselves = agree.gather(1, row.clamp_min(0)) & (row >= 0)  # [N, 1]
-    return agree.sum(-1) - themselves.squeeze(-1).to(torch.int64) + 1
+        return torch.ones_like(row)
+    agree = (arms @ heads.mT).sub_(mean.unsqueeze(-1)).abs_() <= reach.unsqueeze(-1)  # [N, P]
+    themselves = agree.gather(1, row.clamp_min(0).unsqueeze(-1)).squeeze(-1) & (row >= 0)  # [N]
+    return agree.view(torch.uint8).sum(-1, dtype=torch.int32).to(torch.int64) - themselves.to(torch.int64) + 1
 
 
-def remember(query: Query, arms: Tensor, heads: Tensor, gain: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+def remember(
+    x: Tensor, request: Tensor, own: Mapping[str, Tensor], gain: Tensor, radius: float
+) -> tuple[Tensor, Tensor]:
     """By the users' memories: a correction [N], and the share of the noise's variance that is left [N].
 
-    arms [N, D], heads [R, D].
+    Arms as heads see them, x [N, c]; `own` has `kept_inputs` [R, S, c], `kept_residuals` and `kept_weights` [R, S].
     """
-    own, gain = query.own, gain.to(arms.dtype)
-    weights = own["kept_weights"]
-    expected = (own["kept_heads"] @ heads.to(arms.dtype).unsqueeze(-1)).squeeze(-1)
-    residuals = own["kept_rewards"] - expected  # [R, S]
-    kept, x = own["kept_heads"][..., 1:-1], arms[:, 1:-1]  # without the constant and the trunk's prediction
+    kept, residuals, weights = own["kept_inputs"], own["kept_residuals"], own["kept_weights"]
+    if kept.shape[0] == 1:  # one request: nothing to gather
+        return recall(kernel(x, kept[0], radius) * weights, residuals, gain)
     corrections, lefts = [], []
     step = max(1, KERNEL_NUMBERS_MAX // max(1, kept.shape[1] * kept.shape[2]))
     for start in range(0, x.shape[0], step):
-        rows = query.request[start : start + step]
+        rows = request[start : start + step]
         near = kernel(x[start : start + step].unsqueeze(1), kept[rows], radius).squeeze(1)  # [n, S]
         correction, left = recall(near * weights[rows], residuals[rows], gain)
         corrections.append(correction)
         lefts.append(left)
     return torch.cat(corrections), torch.cat(lefts)
-
-
-def _dots(one: Tensor, other: Tensor) -> Tensor:
-    """Σ_j a_ij b_ij [N]."""
-    return (one * other).sum(-1)
-
-
-def _forms(h: Tensor, matrices: Tensor) -> Tensor:
-    """hᵀMh [N]: h [N, D], matrices [N, D, D]."""
-    return _dots(h, (matrices @ h.unsqueeze(-1)).squeeze(-1))

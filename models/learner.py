@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Query:
 
     arms: Tensor  # [N, d] raw inputs
     request: Tensor  # [N] int64: the request an arm belongs to
-    own: Mapping[str, Tensor]  # each [R, …]
+    own: Mapping[str, Tensor]  # each [R, …]: states, or what `Learner.brief` made of them
     own_row: Tensor  # [R] int64: the asking user's row in the pool, −1 when they have none
     own_events: Tensor  # [R] int64
 
@@ -94,9 +94,20 @@ class Learner(ABC):
     def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
         """The users' states after the batch's samples; every tensor gains the batch dimension B."""
 
+    def brief(self, shared: State, own: State) -> State:
+        """What judging arms needs of asking users with states [R, …]; the same for a state as long as an epoch lasts.
+
+        Whatever a learner can work out before it sees arms belongs here: the service keeps it between requests.
+        """
+        return own
+
     @abstractmethod
+    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
+        """Judge the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
+
     def score(self, shared: State, pool: State, query: Query) -> Scores:
-        """Judge the arms of a query; the pool holds each field as [P, …]."""
+        """Judge the arms of a query whose `own` are users' states."""
+        return self.score_briefed(shared, pool, replace(query, own=self.brief(shared, dict(query.own))))
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

@@ -170,7 +170,7 @@ class PaperLearner(MetaBanLearner):
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         return doubled(epoch_events, total_events)
 
-    def score(self, shared: State, pool: State, query: Query) -> Scores:
+    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
         x = self.inputs(shared, query.arms)  # [N, d]
         others = self.groups(pool, query, x)  # [N, P]
         size = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)

@@ -78,7 +78,7 @@ class PooledLearner(MetaBanLearner):
                 theta = theta - self.settings.meta_rate * gradient
         return {**derived, "theta": theta.squeeze(0)}
 
-    def score(self, shared: State, pool: State, query: Query) -> Scores:
+    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
         x = self.inputs(shared, query.arms)  # [N, d]
         mask = self.groups(pool, query, x)  # [N, P]
         members = union_by_request(mask, query.request, query.requests)  # [R, P]

@@ -15,7 +15,6 @@ trunk is told who asks by the head that the user had at that moment, so that it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -30,12 +29,12 @@ from models.encoding import (
     principal_directions,
     quantile_edges,
 )
-from models.judging import count_agreeing, judge, remember
+from models.judging import Beliefs, believe, count_agreeing, remember
 from models.learner import Learner, Query, Scores, State, UserBatch, newest
 from models.memory import FIRST_GAIN
 from models.metaban import doubled
 from models.normalizer import Moments, standardize, winsorize
-from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, inverse
+from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
@@ -119,8 +118,8 @@ class PosteriorLearner(Learner):
     def newborn(self, shared: State) -> State:
         zeros = {name: shared["trunk"].new_zeros(shape) for name, shape in self.fields.items()}
         nothing = shared["prior_precision"].new_zeros
-        head = self._believed_head(shared, nothing(1, *self.fields["gram"]), nothing(1, self.head_size)).squeeze(0)
-        return {**zeros, "head": head.to(self.dtype), "since": shared["since"].to(self.dtype)}
+        head = self._believed(shared, nothing(1, *self.fields["gram"]), nothing(1, self.head_size)).head
+        return {**zeros, "head": head.squeeze(0).to(self.dtype), "since": shared["since"].to(self.dtype)}
 
     def codes(self, shared: State, z: Tensor) -> Tensor:
         """What the trunk sees of standardised inputs [..., d]."""
@@ -151,35 +150,38 @@ class PosteriorLearner(Learner):
         return {
             "gram": users.gram.to(self.dtype),
             "moment": users.moment.to(self.dtype),
-            "head": self._believed_head(shared, users.gram, users.moment).to(self.dtype),
+            "head": self._believed(shared, users.gram, users.moment).head.to(self.dtype),
             "kept_heads": kept * real.unsqueeze(-1),
             "kept_rewards": batch.rewards.gather(1, index) * real,
             "kept_weights": weights.gather(1, index) * real,
             "since": shared["since"].to(self.dtype).expand(h.shape[0]),
         }
 
-    def _believed_head(self, shared: State, gram: Tensor, moment: Tensor) -> Tensor:
-        """The mean head of users with statistics [B, …], groups weighed by the guard: [B, D]."""
-        prior = stored_prior(shared)
-        alone, _ = prior.posterior(gram, moment)
-        if not self.settings.groups:
-            return alone
-        groups, rewarded = _groups(shared), moment / prior.noise
-        covariance = inverse(gram / prior.noise + prior.precision / groups.share)
-        return alone.lerp(groups.head(covariance, rewarded, groups.beliefs(covariance, rewarded)), shared["guard"])
+    def _believed(self, shared: State, gram: Tensor, moment: Tensor) -> Beliefs:
+        groups = _groups(shared) if self.settings.groups else None
+        return believe(stored_prior(shared), groups, shared["guard"], gram, moment)
 
-    def _up_to_date(self, shared: State, query: Query) -> Query:
-        """Users who have had no event since tastes changed: what they were fitted to has faded meanwhile."""
-        own = dict(query.own)
-        weight = torch.where(own["since"] >= shared["since"], 1.0, FADED).to(self.dtype)  # [R]
-        for name in ("gram", "moment", "kept_weights"):
-            own[name] = own[name] * weight.view(-1, *[1] * (own[name].ndim - 1))
-        return replace(query, own=own)
+    def brief(self, shared: State, own: State) -> State:
+        # Whoever has had no event since tastes changed: what they were fitted to has faded meanwhile.
+        weight = torch.where(own["since"] >= shared["since"], 1.0, FADED).to(self.dtype).unsqueeze(-1)  # [R, 1]
+        gram, moment = own["gram"] * weight.unsqueeze(-1), own["moment"] * weight
+        beliefs = self._believed(shared, gram.to(torch.float64), moment.to(torch.float64))
+        head = beliefs.head.to(self.dtype)
+        return {
+            "alone": beliefs.alone.to(self.dtype),
+            "together": beliefs.together.to(self.dtype),
+            "head": head,
+            "covariance": beliefs.covariance.to(self.dtype),
+            "embedding": self.embedding(shared, own["head"]),
+            "kept_inputs": own["kept_heads"][..., 1:-1],
+            "kept_residuals": own["kept_rewards"] - (own["kept_heads"] @ head.unsqueeze(-1)).squeeze(-1),
+            "kept_weights": own["kept_weights"] * weight,
+        }
 
-    def score(self, shared: State, pool: State, query: Query) -> Scores:
-        query = self._up_to_date(shared, query)
+    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
+        own, request = query.own, query.request
         z = self.standardized(shared, query.arms)  # [N, d]
-        asking = self.embedding(shared, query.own["head"])[query.request]  # [N, e]
+        asking = own["embedding"][request]  # [N, e]
         if self.settings.trunk:
             x = torch.cat([self.codes(shared, z), asking], dim=-1)
             predicted = self.trunk.predict(shared["trunk"], x)  # [N]
@@ -190,19 +192,25 @@ class PosteriorLearner(Learner):
             phi = torch.cat([predicted.unsqueeze(-1).expand(-1, EMBEDDED), asking], dim=-1)
             return Scores(predicted, torch.zeros_like(predicted), nobody, phi)
         h = self.heads(shared, z, predicted)  # [N, D]
-        prior = stored_prior(shared)
-        groups = _groups(shared) if self.settings.groups else None
-        judged = judge(prior, groups, shared["guard"], query, h)
-        group_size = count_agreeing(pool["head"], query, h, judged, self.settings.nu)
-        mean, variance = judged.mean, judged.variance
+        heads = torch.stack([own["alone"], own["together"], own["head"]], dim=-1)  # [R, D, 3]
+        if query.requests == 1:  # products instead of gathered matrices
+            said, away = h @ heads[0], h @ own["covariance"][0]
+        else:
+            said = (h.unsqueeze(1) @ heads[request]).squeeze(1)  # [N, 3]
+            away = (h.unsqueeze(1) @ own["covariance"][request]).squeeze(1)  # [N, D]
+        alone, together, mean = said.unbind(-1)
+        variance = (away * h).sum(-1).clamp_min(0)
+        reach = self.settings.nu * variance.sqrt()
+        group_size = count_agreeing(pool["head"], h, mean, reach, query.own_row[request])
         if self.settings.memory:
-            correction, left = remember(query, h, judged.head, shared["gain"], self.settings.memory_radius)
-            mean, variance = mean + correction, torch.addcmul(variance, left, prior.noise)
+            gain, noise = shared["gain"].to(self.dtype), shared["noise"].to(self.dtype)
+            correction, left = remember(h[:, 1:-1], request, own, gain, self.settings.memory_radius)
+            mean, variance = mean + correction, torch.addcmul(variance, left, noise)
         return Scores(
-            mean.to(self.dtype),
-            variance.clamp_min(0).sqrt().mul(self.settings.alpha).to(self.dtype),
+            mean,
+            variance.sqrt() * self.settings.alpha,
             group_size,
-            torch.column_stack([predicted, judged.alone.to(self.dtype), judged.together.to(self.dtype), asking]),
+            torch.column_stack([predicted, alone, together, asking]),
         )
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

@@ -19,6 +19,9 @@ from models.bank import UserBank
 from models.learner import Learner, Query, State
 from store.users import UserState
 
+#: Users whose briefs are kept between requests; the oldest go first.
+BRIEFS_MAX = 4_096
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ServedModel:
         self._pool = UserBank(learner.fields, learner.dtype, device)
         self._guests: OrderedDict[str, tuple[State, int]] = OrderedDict()
         self._standing: dict[str, Standing] = {}
+        self._briefs: dict[str, tuple[tuple[Standing, int], State]] = {}
 
     def __len__(self) -> int:
         return len(self._standing)
@@ -111,6 +115,7 @@ class ServedModel:
         self._shared = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in tensors.items()}
         self._newborn = self.learner.newborn(self._shared)
         self.epoch_number, self.epoch_events = number, events
+        self._briefs.clear()
         self._members = frozenset(members)
         if self._members:
             for user in [user for user in self._pool.users if user not in self._members]:
@@ -142,21 +147,25 @@ class ServedModel:
             self._pool.remove(user)
         self._guests.pop(user, None)
         self._standing.pop(user, None)
+        self._briefs.pop(user, None)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
         """Judge the arms of several requests in one pass."""
         counts = [request.inputs.shape[0] for request in requests]
         own = [self._own(request) for request in requests]
+        briefs = self._briefed(requests, own)
         arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
         query = Query(
             arms=torch.from_numpy(arms).to(self._device, self.learner.dtype),
             request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)).to(self._device),
-            own={name: torch.stack([state[name] for state, _ in own]) for name in self.learner.fields},
+            own=briefs[0]
+            if len(briefs) == 1
+            else {name: torch.cat([row[name] for row in briefs]) for name in briefs[0]},
             own_row=torch.tensor([self._row(request.user_id) for request in requests], device=self._device),
             own_events=torch.tensor([events for _, events in own], dtype=torch.int64, device=self._device),
         )
         with torch.inference_mode():
-            scores = self.learner.score(self._shared, self._pool.view(), query)
+            scores = self.learner.score_briefed(self._shared, self._pool.view(), query)
         mean, bonus = scores.mean.cpu().double().numpy(), scores.bonus.cpu().double().numpy()
         sizes, phi = scores.group_size.cpu().numpy(), scores.phi.cpu().float().numpy()
         ends = np.cumsum(counts)
@@ -164,6 +173,29 @@ class ServedModel:
             ArmScores(mean[start:end], bonus[start:end], sizes[start:end], phi[start:end], events, self.epoch_number)
             for start, end, (_, events) in zip([0, *ends[:-1]], ends, own, strict=True)
         ]
+
+    def _briefed(self, requests: Sequence[ScoreRequest], own: Sequence[tuple[State, int]]) -> list[State]:
+        """The briefs of asking users, each [1, …]; worked out for whoever has none of this state and epoch."""
+        standings = [self._standing.get(request.user_id) for request in requests]
+        held = [self._briefs.get(request.user_id) for request in requests]
+        found = [
+            old[1] if old is not None and standing is not None and old[0] == (standing, self.epoch_number) else None
+            for old, standing in zip(held, standings, strict=True)
+        ]
+        missing = [place for place, brief in enumerate(found) if brief is None]
+        if missing:
+            states = {name: torch.stack([own[place][0][name] for place in missing]) for name in self.learner.fields}
+            with torch.inference_mode():
+                made = self.learner.brief(self._shared, states)
+            for row, place in enumerate(missing):
+                brief = {name: tensor[row : row + 1] for name, tensor in made.items()}
+                found[place] = brief
+                standing = standings[place]
+                if standing is not None:
+                    self._briefs[requests[place].user_id] = (standing, self.epoch_number), brief
+            while len(self._briefs) > BRIEFS_MAX:
+                del self._briefs[next(iter(self._briefs))]
+        return [brief for brief in found if brief is not None]
 
     def _row(self, user: str) -> int:
         row = self._pool.row(user)
