@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.presets import build_learner
-from models.settings import MetaBanSettings
+from models.settings import LearnerSettings, named_settings
 from service.served import ScoreRequest, ServedModel, Standing
 from store.users import UserState
 from tests.worker.workshop import CPU, INPUTS, features, make_sample, small
@@ -18,7 +19,7 @@ from worker.trainer import Pupil, Trainer
 WIDE = {"gamma": 0.99, "nu": 50.0}  # nearly everyone is in everyone's group
 
 
-def make_model(*, pool: int = 10, guests: int = 10, settings: MetaBanSettings | None = None) -> ServedModel:
+def make_model(*, pool: int = 10, guests: int = 10, settings: LearnerSettings | None = None) -> ServedModel:
     return ServedModel(build_learner(settings or small(**WIDE), INPUTS), CPU, pool_max=pool, guests_max=guests)
 
 
@@ -26,7 +27,8 @@ def state(model: ServedModel, user: str, version: int = 1, *, epoch: int = 0, in
     """The learner of a user after so many events."""
     trainer = Trainer(model.learner, CPU)
     seed = 7 * sum(user.encode()) + 1_000 * incarnation
-    samples = [make_sample(seed + number) for number in range(version)]
+    noted = np.zeros(model.learner.noted, dtype=np.float32)
+    samples = [replace(make_sample(seed + number), phi=noted) for number in range(version)]
     [tensors] = trainer.fit(model.learner.initial_shared(), [Pupil(user, version, samples, None)]).states
     return UserState(user, incarnation, version, epoch, tensors)
 
@@ -216,7 +218,7 @@ class TestEpochs:
 
 
 @pytest.mark.parametrize("settings", [small(), small(**WIDE), small(preset="pooled")], ids=["narrow", "wide", "pooled"])
-def test_requests_scored_together_are_scored_as_alone(settings: MetaBanSettings) -> None:
+def test_requests_scored_together_are_scored_as_alone(settings: LearnerSettings) -> None:
     model = make_model(pool=4, settings=settings)
     put_each(
         model, [state(model, name, 1 + place) for place, name in enumerate(("a", "b", "c", "d", "guest", "other"))]
@@ -242,3 +244,44 @@ def test_scoring_changes_nothing() -> None:
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one.mean, other.mean)
         np.testing.assert_array_equal(one.bonus, other.bonus)
+
+
+class TestBriefs:
+    """What is known of a user is worked out once, and never used for another state or epoch."""
+
+    @pytest.fixture
+    def model(self) -> ServedModel:
+        return make_model(settings=named_settings("default", width=6, bins=2))
+
+    def fresh(self, model: ServedModel, states: Sequence[UserState], request: ScoreRequest) -> np.ndarray:
+        """What a model that never briefed anyone says."""
+        other = make_model(settings=named_settings("default", width=6, bins=2))
+        other.put(states)
+        return other.score([request])[0].mean
+
+    def test_a_new_state_is_briefed_anew(self, model: ServedModel) -> None:
+        before, after = state(model, "ada", 1), state(model, "ada", 4)
+        model.put([before])
+        first = model.score([ask("ada")])[0].mean
+        assert np.array_equal(model.score([ask("ada")])[0].mean, first)
+        model.put([after])
+        second = model.score([ask("ada")])[0].mean
+        assert not np.allclose(first, second)
+        assert np.array_equal(second, self.fresh(model, [after], ask("ada")))
+
+    def test_a_new_epoch_is_briefed_anew(self, model: ServedModel) -> None:
+        model.put([state(model, "ada", 3)])
+        first = model.score([ask("ada")])[0].mean
+        adopt(model, 1, prior_mean=np.ones(model.learner.fields["moment"]))
+        assert not np.allclose(model.score([ask("ada")])[0].mean, first)
+
+    def test_the_briefed_and_the_new_in_one_batch(self, model: ServedModel) -> None:
+        model.put([state(model, "ada", 3), state(model, "bob", 2)])
+        alone = [model.score([ask(user)])[0].mean for user in ("ada", "bob", "new")]
+        model.put([state(model, "bob", 5)])
+        bob = model.score([ask("bob")])[0].mean
+        model.put([state(model, "bob", 6)])
+        together = [scores.mean for scores in model.score([ask("ada"), ask("bob"), ask("new")])]
+        assert np.allclose(together[0], alone[0], atol=1e-6)
+        assert not np.allclose(together[1], bob)
+        assert np.allclose(together[2], alone[2], atol=1e-6)
