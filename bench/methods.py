@@ -39,6 +39,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "default-no-trunk": {"trunk": False},
     "default-no-embedding": {"embed": False},
     "default-no-codes": {"bins": 0},
+    "default-no-products": {"products_max": 0},
     "default-greedy": {"alpha": 0.0},
 }
 

@@ -58,6 +58,19 @@ def piecewise(z: Tensor, edges: Tensor) -> Tensor:
     return codes.flatten(-2)
 
 
+def products_for(inputs: int, most: int) -> int:
+    """How many products of two inputs (squares among them) heads see: all or none."""
+    pairs = inputs * (inputs + 1) // 2
+    return pairs if pairs <= most else 0
+
+
+def pair_products(x: Tensor) -> Tensor:
+    """x_i·x_j for i ≤ j, [..., c] → [..., c(c+1)/2]; squares less the 1 that they are on average."""
+    first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    products: Tensor = x[..., first] * x[..., second] - (first == second).to(x.dtype)
+    return products
+
+
 def principal_directions(z: Tensor, count: int) -> Tensor:
     """The `count` directions of standardised rows [n, d] that vary most, scaled to unit variance: [d, count]."""
     rows = z.to(torch.float64)

@@ -25,8 +25,10 @@ from models.encoding import (
     bins_for,
     centring,
     even_edges,
+    pair_products,
     piecewise,
     principal_directions,
+    products_for,
     quantile_edges,
 )
 from models.judging import Beliefs, believe, count_agreeing, remember
@@ -73,9 +75,11 @@ class PosteriorLearner(Learner):
         self.narrowed = inputs > settings.head_inputs_max
         #: Numbers of an input that heads and memory see.
         self.seen = settings.head_directions if self.narrowed else inputs
-        self.head_size = self.seen + 2
+        #: Products of two of them that heads see as well, where they are few.
+        self.products = 0 if self.narrowed else products_for(self.seen, settings.products_max)
+        self.head_size = 1 + self.seen + self.products + 1
         #: Numbers that tell the trunk who asks: the user's head on [1, x].
-        self.embedded = self.seen + 1 if settings.embed else 0
+        self.embedded = self.head_size - 1 if settings.embed else 0
         self.noted = EMBEDDED + self.embedded
         self.trunk = Trunk(inputs * (1 + self.bins) + self.embedded, settings.width, settings.depth)
         kept = settings.memory_samples
@@ -135,7 +139,10 @@ class PosteriorLearner(Learner):
     def heads(self, shared: State, z: Tensor, predicted: Tensor) -> Tensor:
         """h = [1, x, p]: z [..., d], predicted [...] → [..., D]."""
         x = z @ shared["directions"] if self.narrowed else z
-        return torch.cat([torch.ones_like(x[..., :1]), x, predicted.unsqueeze(-1)], dim=-1)
+        parts = [torch.ones_like(x[..., :1]), x, predicted.unsqueeze(-1)]
+        if self.products:
+            parts.insert(2, pair_products(x))
+        return torch.cat(parts, dim=-1)
 
     def standardized(self, shared: State, raw: Tensor) -> Tensor:
         """Raw inputs [..., d] in standard deviations."""
@@ -173,7 +180,7 @@ class PosteriorLearner(Learner):
             "head": head,
             "covariance": beliefs.covariance.to(self.dtype),
             "embedding": self.embedding(shared, own["head"]),
-            "kept_inputs": own["kept_heads"][..., 1:-1],
+            "kept_inputs": own["kept_heads"][..., 1 : 1 + self.seen],
             "kept_residuals": own["kept_rewards"] - (own["kept_heads"] @ head.unsqueeze(-1)).squeeze(-1),
             "kept_weights": own["kept_weights"] * weight,
         }
@@ -204,7 +211,7 @@ class PosteriorLearner(Learner):
         group_size = count_agreeing(pool["head"], h, mean, reach, query.own_row[request])
         if self.settings.memory:
             gain, noise = shared["gain"].to(self.dtype), shared["noise"].to(self.dtype)
-            correction, left = remember(h[:, 1:-1], request, own, gain, self.settings.memory_radius)
+            correction, left = remember(h[:, 1 : 1 + self.seen], request, own, gain, self.settings.memory_radius)
             mean, variance = mean + correction, torch.addcmul(variance, left, noise)
         return Scores(
             mean,
@@ -249,7 +256,7 @@ class PosteriorLearner(Learner):
             derived |= self._grouped_anew(prior, users)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         if self.settings.memory and refit:
-            derived["gain"] = gain_of(prior, users, heads, batches, self.settings.memory_radius)
+            derived["gain"] = gain_of(prior, users, heads, batches, self.seen, self.settings.memory_radius)
         return {**derived, "epoch": shared["epoch"] + 1}
 
     def _watched(self, shared: State, samples: Samples) -> State:

@@ -95,6 +95,7 @@ class PosteriorSettings(LearnerSettings):
     # Heads: inputs of more than `head_inputs_max` numbers reach them as `head_directions` principal directions.
     head_inputs_max: int = 48
     head_directions: int = 8
+    products_max: int = 48  # products of two head inputs are head inputs too, where they are at most so many
     # Groups: Σ within one as a share of Σ, and ν: how many deviations apart two users may be on an arm to agree on it.
     group_spread: float = 0.15
     nu: float = 1.0
@@ -106,13 +107,13 @@ class PosteriorSettings(LearnerSettings):
     epoch_growth: float = 0.03
 
     STRUCTURE = ("preset", "seed", "width", "depth", "bins", "codes_max", "head_inputs_max", "head_directions",
-                 "memory_samples", "embed")  # fmt: skip
+                 "memory_samples", "embed", "products_max")  # fmt: skip
 
     def _check_values(self) -> None:
         self._at_least(1, "width", "depth", "replayed", "epoch_steps_max", "head_inputs_max", "head_directions")
         self._at_least(1, "memory_samples", "epoch_events")
-        self._at_least(0, "alpha", "bins", "codes_max", "trunk_decay", "steps_per_event", "epoch_growth")
-        self._at_least(0, "nu", "user_weight")
+        self._at_least(0, "alpha", "bins", "codes_max", "products_max", "trunk_decay", "steps_per_event")
+        self._at_least(0, "nu", "user_weight", "epoch_growth")
         self._positive("trunk_rate", "group_spread", "memory_radius")
         if self.head_directions > self.head_inputs_max:
             raise ValueError("head_directions must be at most head_inputs_max")

@@ -111,16 +111,24 @@ def guard_of(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tens
 
 
 def gain_of(
-    prior: Prior, users: Statistics, heads: Sequence[Tensor], batches: Sequence[UserBatch], radius: float
+    prior: Prior,
+    users: Statistics,
+    heads: Sequence[Tensor],
+    batches: Sequence[UserBatch],
+    inputs: int,
+    radius: float,
 ) -> Tensor:
-    """The memory's gain that would have foreseen users' residuals best, heads [B, S, D] a batch."""
+    """The memory's gain that would have foreseen users' residuals best, heads [B, S, D] a batch.
+
+    The first `inputs` numbers behind the constant tell arms apart.
+    """
     means, _ = prior.posterior(users.gram, users.moment)  # [U, D]
     errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
     for h, batch in zip(heads, batches, strict=True):
         own = means[start : start + h.shape[0]].to(h.dtype)
         start += h.shape[0]
         residuals = (batch.rewards - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
-        errors += foresight(h[..., 1:-1], residuals, batch.valid, radius)
+        errors += foresight(h[..., 1 : 1 + inputs], residuals, batch.valid, radius)
     # Where little repeats, errors differ by chance: without evidence against it, the first value stands.
     worth = (errors[GAINS.index(FIRST_GAIN)] - errors) / (2 * prior.noise)  # [gains], in nats
     gains = torch.tensor(GAINS, dtype=torch.float64, device=means.device)
