@@ -121,8 +121,13 @@ class LiteralPosterior:
         return z if self.shared.directions is None else self.shared.directions.T @ z
 
     def h(self, raw: Array, predicted: float) -> Array:
-        """[1, x, p]."""
-        return np.array([1.0, *self.inputs(raw), predicted])
+        """[1, x, products of two of x where heads have room for them, p]."""
+        x = self.inputs(raw)
+        products = []
+        if len(self.shared.prior_mean) > len(x) + 2:
+            for i in range(len(x)):
+                products += [x[i] * x[j] - (1.0 if i == j else 0.0) for j in range(i, len(x))]
+        return np.array([1.0, *x, *products, predicted])
 
     # -- users
 

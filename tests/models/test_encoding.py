@@ -14,8 +14,10 @@ from models.encoding import (
     bins_for,
     centring,
     even_edges,
+    pair_products,
     piecewise,
     principal_directions,
+    products_for,
     quantile_edges,
 )
 from models.normalizer import Moments, standardize
@@ -156,3 +158,11 @@ def test_a_column_that_only_rounding_moves_stays_small() -> None:
     """Counted as constant, though its last bits differ: they must not fill the whole range of an input."""
     rows = 1e9 + 64 * torch.randint(-3, 4, (200, 1), generator=torch.Generator().manual_seed(0)).to(torch.float64)
     assert standardize(rows, *centring(moments_of(rows))).abs().max() < 5
+
+
+def test_products_are_of_every_pair_once() -> None:
+    found = pair_products(torch.tensor([[2.0, 3.0, -1.0], [0.0, 1.0, 5.0]]))
+    assert found.tolist() == [[3.0, 6.0, -2.0, 8.0, -3.0, 0.0], [-1.0, 0.0, 0.0, 0.0, 5.0, 24.0]]
+    assert [products_for(3, 6), products_for(3, 5), products_for(9, 48), products_for(10, 48)] == [6, 0, 45, 0]
+    drawn = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(1))
+    assert pair_products(drawn).mean(0).abs().max() < 0.05  # on average nothing, for standardised inputs

@@ -139,7 +139,9 @@ def test_the_trunk_is_told_who_asked_at_the_decision() -> None:
 
 def test_the_trunk_learns_what_kinds_of_users_want() -> None:
     """Rewards that depend on who asks and on the arm together, which the arm alone does not tell."""
-    learner = PosteriorLearner(small(width=32, epoch_steps_max=400, replayed=64, trunk_rate=0.01, heads=False), 1)
+    learner = PosteriorLearner(
+        small(width=32, epoch_steps_max=400, replayed=64, trunk_rate=0.01, heads=False, products_max=0), 1
+    )
     generator = generator_of(14)
     features = torch.randn(40, 20, 1, generator=generator)
     kind = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)

@@ -86,7 +86,7 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     assert kept.structure() == settings.structure()
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9}, {"head_inputs_max": 40},
-        {"head_directions": 5}, {"memory_samples": 5}, {"embed": False},
+        {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0},
     ]  # fmt: skip
     for change in changes:
         assert named_settings("default", **change).structure() != settings.structure()
