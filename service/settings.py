@@ -192,6 +192,10 @@ def learner_settings(settings: Settings) -> LearnerSettings:
         "standardize",
     )  # fmt: skip
     overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+    known = named_settings(settings.preset).to_json()
+    for name in overrides:
+        if name not in known:
+            raise SettingsError(f"METABAN_{name.upper()}: the preset {settings.preset} has no such setting")
     overrides["seed"] = settings.seed
     for name in settings.learner:
         if name == "preset" or name in overrides:

@@ -317,6 +317,10 @@ class TestSettings:
         built = learner_settings(settings(standardize=False, seed=5, alpha=0.3, learner={"beta2": 2.0}))
         assert (built.standardize, built.seed, built.alpha, built.beta2, built.width) == (False, 5, 0.3, 2.0, 6)
 
+    def test_a_variable_that_the_preset_does_not_know(self) -> None:
+        with pytest.raises(SettingsError, match="METABAN_USER_STEPS: the preset default has no such setting"):
+            learner_settings(settings(preset="default"))
+
 
 class TestHealth:
     async def test_ready(self, engine: Engine) -> None:
