@@ -39,6 +39,8 @@ test: lint ## lint, types and every test
 
 bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick
+	$(BIN)/metaban bench regret --quick
+	$(BIN)/metaban bench latency --quick
 
 clean: ## remove .venv and caches; keeps ./data
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
