@@ -1,7 +1,7 @@
 """The default learner: Meta-Ban's shape with posteriors in place of gradient steps.
 
     meta-learner  a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads   trunk.py, prior.py
-    user learner  an exact posterior over w_u on h(x) = [1, x, p(x)], and a memory of its arms       prior.py, memory.py
+    user learner  an exact posterior over w_u on h(x) = [1, x, x⊗x, p(x)], and a memory of its arms  prior.py, memory.py
     groups        kinds of users, found by who explains whose rewards                                prior.py
     adaptation    the groups a user may belong to supply the prior of the decision                   judging.py
     score         mean + α·σ, both of the posterior
@@ -78,7 +78,7 @@ class PosteriorLearner(Learner):
         #: Products of two of them that heads see as well, where they are few.
         self.products = 0 if self.narrowed else products_for(self.seen, settings.products_max)
         self.head_size = 1 + self.seen + self.products + 1
-        #: Numbers that tell the trunk who asks: the user's head on [1, x].
+        #: Numbers that tell the trunk who asks: the user's head without its coefficient of p.
         self.embedded = self.head_size - 1 if settings.embed else 0
         self.noted = EMBEDDED + self.embedded
         self.trunk = Trunk(inputs * (1 + self.bins) + self.embedded, settings.width, settings.depth)
@@ -137,7 +137,7 @@ class PosteriorLearner(Learner):
         return away.clamp(-EMBEDDING_REACH, EMBEDDING_REACH)
 
     def heads(self, shared: State, z: Tensor, predicted: Tensor) -> Tensor:
-        """h = [1, x, p]: z [..., d], predicted [...] → [..., D]."""
+        """h = [1, x, products of x where they are few, p]: z [..., d], predicted [...] → [..., D]."""
         x = z @ shared["directions"] if self.narrowed else z
         parts = [torch.ones_like(x[..., :1]), x, predicted.unsqueeze(-1)]
         if self.products:

@@ -51,6 +51,7 @@ class Trainer:
         self.learner = learner
         self.device = device
         self._user_weight = user_weight
+        self._born: tuple[State, State] | None = None
 
     def batch(self, pupils: Sequence[Pupil]) -> UserBatch:
         """Samples side by side, padded to the longest user; there is a column even when nobody has any."""
@@ -83,7 +84,7 @@ class Trainer:
 
     def fit(self, shared: State, pupils: Sequence[Pupil]) -> Fitted:
         """Fit every pupil from the shared state; a learner that turns non-finite is put back to the prior."""
-        newborn = self.learner.newborn(shared)
+        newborn = self._newborn(shared)
         states: list[dict[str, np.ndarray]] = []
         quarantined: list[str] = []
         with torch.inference_mode():
@@ -98,6 +99,13 @@ class Trainer:
                 }
                 states += _rows(fitted, len(part))
         return Fitted(states, tuple(quarantined))
+
+    def _newborn(self, shared: State) -> State:
+        """The prior that a shared state gives, worked out once for each: shared states are replaced, never changed."""
+        if self._born is None or self._born[0] is not shared:
+            with torch.inference_mode():
+                self._born = shared, self.learner.newborn(shared)
+        return self._born[1]
 
     def _previous(self, newborn: State, pupils: Sequence[Pupil]) -> State:
         def stack(name: str, start: Tensor) -> Tensor:
