@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 
 from models.learner import Learner
-from models.posterior import VOICES_MAX, PosteriorLearner
+from models.posterior import PosteriorLearner
 
 #: Bytes of the tensor that is copied: far more than caches hold.
 COPIED_BYTES: Final = 1 << 29
@@ -87,8 +87,6 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
     kept = learner.settings.memory_samples
     weights = sum(rows * columns for rows, columns in learner.trunk.sizes)
     narrowing = inputs * seen if learner.narrowed else 0
-    shared_in = DOUBLE * (2 * size * size + size) + SINGLE * narrowing
-    own_in = SINGLE * (size * size + size)
     arms_in_out = SINGLE * total * (inputs + 2 + learner.noted) + DOUBLE * total
     return [
         # Standardise: 2 an input. Codes: difference, quotient and two bounds each. Layers: multiply and add.
@@ -98,30 +96,17 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
             0,
             SINGLE * (learner.trunk.parameters + 2 * inputs + (codes + inputs if codes else 0)) + arms_in_out,
         ),
-        # An inverse by Cholesky is D³; the mean D², each arm's mean 2D and variance 2D² + 2D.
+        # The mean by three heads, 2D each, and the variance, 2D² + 2D; heads and covariance are worked out beforehand.
         Part(
-            "posterior",
-            2 * total * narrowing,
-            requests * (size**3 + 2 * size * size) + total * (2 * size * size + 4 * size),
-            shared_in + requests * own_in,
-        ),
-        # The same around centres: a head and its evidence for each, and what each says of each arm.
-        Part(
-            "groups",
+            "heads",
+            total * (2 * narrowing + learner.products + 2 * size * size + 8 * size),
             0,
-            requests * (size**3 + VOICES_MAX * (2 * size * size + 4 * size))
-            + total * (2 * size * size + 2 * size + VOICES_MAX * (2 * size + 5)),
-            DOUBLE * VOICES_MAX * (size + 1),
+            SINGLE * (narrowing + requests * (size * size + 3 * size + learner.embedded)),
         ),
         # Everybody's prediction of every arm, its distance and whether that is near.
         Part("agreement", total * pool * (2 * size + 3), 0, SINGLE * pool * size),
-        # Residuals of the kept samples; squared distances and a kernel of each, summed twice.
-        Part(
-            "memory",
-            requests * kept * 2 * size + total * kept * (3 * seen + 6),
-            0,
-            SINGLE * requests * kept * (size + 2),
-        ),
+        # Squared distances to the kept samples and a kernel of each, summed twice.
+        Part("memory", total * kept * (3 * seen + 6), 0, SINGLE * requests * kept * (seen + 2)),
     ]
 
 

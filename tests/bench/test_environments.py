@@ -106,7 +106,7 @@ def test_a_reward_rate_is_what_random_arms_earn() -> None:
 def test_with_interaction_arms_are_liked_by_context_not_by_themselves() -> None:
     world = build_environment("synthetic", seed=6, interaction=True, groups=1, users=3, spread=2.0)
     rounds = [world.next_round() for _ in range(600)]
-    assert world.context_dimension == world.dimension == 8
+    assert world.context_dimension == world.dimension == 5
     contexts = [asked.context for asked in rounds if asked.context is not None]
     assert np.allclose(np.linalg.norm(contexts, axis=1), 1)
     chances = np.concatenate([asked.chances for asked in rounds])
