@@ -71,6 +71,17 @@ def pair_products(x: Tensor) -> Tensor:
     return products
 
 
+def turned_towards(z: Tensor, directions: Tensor, before: Tensor) -> Tensor:
+    """Directions [d, c] turned so that rows [n, d] look as much as possible as they did before, [n, c].
+
+    Principal directions come with any sign, and in any rotation where variances are alike; what was noted in the old
+    ones should mean nearly the same in the new (orthogonal Procrustes problem).
+    """
+    left, _, right = torch.linalg.svd((z @ directions).to(torch.float64).mT @ before.to(torch.float64))
+    turned: Tensor = directions @ (left @ right).to(directions.dtype)
+    return turned
+
+
 def principal_directions(z: Tensor, count: int) -> Tensor:
     """The `count` directions of standardised rows [n, d] that vary most, scaled to unit variance: [d, count]."""
     rows = z.to(torch.float64)

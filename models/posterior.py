@@ -30,6 +30,7 @@ from models.encoding import (
     principal_directions,
     products_for,
     quantile_edges,
+    turned_towards,
 )
 from models.judging import Beliefs, believe, count_agreeing, remember
 from models.learner import Learner, Query, Scores, State, UserBatch, newest
@@ -274,11 +275,13 @@ class PosteriorLearner(Learner):
             merged = merged.merge(Moments.of(winsorize(features, valid), valid))
         mean, scale = centring(merged)
         derived = {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
-        z = self.standardized(derived, samples.features[samples.spread(ROWS_MAX)])
+        rows_seen = samples.features[samples.spread(ROWS_MAX)]
+        z = self.standardized(derived, rows_seen)
         if self.bins:
             derived["edges"] = quantile_edges(z, self.bins)
         if self.narrowed:
-            derived["directions"] = principal_directions(z, self.seen)
+            before = self.standardized(shared, rows_seen) @ shared["directions"]
+            derived["directions"] = turned_towards(z, principal_directions(z, self.seen), before)
         return derived
 
     def _trained(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:

@@ -19,6 +19,7 @@ from models.encoding import (
     principal_directions,
     products_for,
     quantile_edges,
+    turned_towards,
 )
 from models.normalizer import Moments, standardize
 
@@ -166,3 +167,16 @@ def test_products_are_of_every_pair_once() -> None:
     assert [products_for(3, 6), products_for(3, 5), products_for(9, 48), products_for(10, 48)] == [6, 0, 45, 0]
     drawn = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(1))
     assert pair_products(drawn).mean(0).abs().max() < 0.05  # on average nothing, for standardised inputs
+
+
+def test_turned_directions_show_rows_as_before() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(400, 6, generator=generator, dtype=torch.float64)
+    rows[:, 1] *= 3
+    directions = principal_directions(rows, 3)
+    flipped = directions[:, [2, 0, 1]] * torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)
+    turned = turned_towards(rows, flipped, rows @ directions)
+    assert torch.allclose(turned, directions, atol=1e-9)
+    other = turned_towards(rows, directions, torch.randn(400, 3, generator=generator, dtype=torch.float64))
+    seen = rows @ other  # a rotation: what was white stays white
+    assert torch.allclose(seen.mT @ seen, (rows @ directions).mT @ (rows @ directions), atol=1e-6)
