@@ -101,12 +101,9 @@ def freshness(
     plan = FreshnessPlan.quick() if quick else FreshnessPlan()
     report = measure_freshness(plan, parse_seeds(seeds), quick=quick, console=console)
     print_freshness(report, console)
-    if json is not None:
-        report.write(json)
     if plot is not None:
         plot_freshness(report, plot)
-    if check and not all(bar.holds for bar in report.bars):
-        raise typer.Exit(1)
+    _finish(report, json, check=check, failed=False)
 
 
 @bench_app.command()

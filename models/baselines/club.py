@@ -9,13 +9,13 @@ and the connected components are the clusters: an arm is scored by LinUCB on the
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.baselines.base import Matrix
-from models.baselines.linear import WIDEST_POOLED, LinearBaseline
+from models.baselines.linear import WIDEST_POOLED, LinearBaseline, LinearOptions
 from models.baselines.partition import Partition, confidence_width
 from models.baselines.ridge import Places
 
@@ -28,25 +28,9 @@ class Club(LinearBaseline):
     """Connected components of a user graph that only loses edges share their statistics."""
 
     def __init__(
-        self,
-        *,
-        users: int,
-        dimension: int,
-        regularization: float = 1.0,
-        exploration: float = 0.1,
-        separation: float = 0.4,
-        standardize: bool = False,
-        seed: int = 0,
-        edge_factor: float = EDGE_FACTOR,
+        self, *, users: int, separation: float = 0.4, edge_factor: float = EDGE_FACTOR, **options: Unpack[LinearOptions]
     ) -> None:
-        super().__init__(
-            dimension=dimension,
-            regularization=regularization,
-            exploration=exploration,
-            standardize=standardize,
-            seed=seed,
-            widest=WIDEST_POOLED,
-        )
+        super().__init__(widest=WIDEST_POOLED, **options)
         self._separation = separation
         self.partition = Partition(users, self.standardizer.penalty)
         chance = min(1.0, edge_factor * np.log(max(users, 2)) / users)

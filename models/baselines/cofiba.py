@@ -10,13 +10,13 @@ found anew for the arms of every slate instead of being kept in one user graph a
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.baselines.base import Matrix
-from models.baselines.linear import WIDEST_POOLED, LinearBaseline
+from models.baselines.linear import WIDEST_POOLED, LinearBaseline, LinearOptions
 from models.baselines.ridge import RidgeBank
 
 
@@ -24,25 +24,8 @@ from models.baselines.ridge import RidgeBank
 class Cofiba(LinearBaseline):
     """LinUCB on the samples of the users who agree about the arm in question."""
 
-    def __init__(
-        self,
-        *,
-        users: int,
-        dimension: int,
-        regularization: float = 1.0,
-        exploration: float = 0.1,
-        separation: float = 0.1,
-        standardize: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            dimension=dimension,
-            regularization=regularization,
-            exploration=exploration,
-            standardize=standardize,
-            seed=seed,
-            widest=WIDEST_POOLED,
-        )
+    def __init__(self, *, users: int, separation: float = 0.1, **options: Unpack[LinearOptions]) -> None:
+        super().__init__(widest=WIDEST_POOLED, **options)
         self._separation = separation
         self._rounds = 0
         self.bank = RidgeBank(users, self.standardizer.penalty)

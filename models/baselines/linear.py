@@ -7,7 +7,7 @@ see arms of more than `WIDEST_POOLED` numbers through a random projection with o
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Final
+from typing import Final, Required, TypedDict
 
 import numpy as np
 
@@ -18,6 +18,16 @@ from models.baselines.standardizer import Standardizer
 WIDEST_POOLED: Final = 256
 
 
+class LinearOptions(TypedDict, total=False):
+    """What every linear method is built with; λ, α and inputs as they are or standardised."""
+
+    dimension: Required[int]
+    regularization: float
+    exploration: float
+    standardize: bool
+    seed: int
+
+
 class LinearBaseline(Baseline):
     """Plays the arm of the highest upper bound; what the bound is made of is up to the method."""
 
@@ -25,10 +35,10 @@ class LinearBaseline(Baseline):
         self,
         *,
         dimension: int,
-        regularization: float,
-        exploration: float,
-        standardize: bool,
-        seed: int,
+        regularization: float = 1.0,
+        exploration: float = 0.1,
+        standardize: bool = False,
+        seed: int = 0,
         widest: int | None = None,
     ) -> None:
         self.exploration = exploration

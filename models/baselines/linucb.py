@@ -6,10 +6,10 @@ user who asks (one model a user).
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
 from models.baselines.base import Matrix
-from models.baselines.linear import LinearBaseline
+from models.baselines.linear import LinearBaseline, LinearOptions
 from models.baselines.ridge import RidgeBank
 
 
@@ -17,24 +17,8 @@ from models.baselines.ridge import RidgeBank
 class LinUCB(LinearBaseline):
     """Ridge regression with the exact confidence bonus, one for everybody or one a user."""
 
-    def __init__(
-        self,
-        *,
-        users: int,
-        dimension: int,
-        regularization: float = 1.0,
-        exploration: float = 0.1,
-        standardize: bool = False,
-        seed: int = 0,
-        shared: bool = True,
-    ) -> None:
-        super().__init__(
-            dimension=dimension,
-            regularization=regularization,
-            exploration=exploration,
-            standardize=standardize,
-            seed=seed,
-        )
+    def __init__(self, *, users: int, shared: bool = True, **options: Unpack[LinearOptions]) -> None:
+        super().__init__(**options)
         self._shared = shared
         self.bank = RidgeBank(1 if shared else users, self.standardizer.penalty)
 

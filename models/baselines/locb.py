@@ -11,13 +11,13 @@ samples of all its members; a user in no cluster stands alone.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.baselines.base import Matrix
-from models.baselines.linear import WIDEST_POOLED, LinearBaseline
+from models.baselines.linear import WIDEST_POOLED, LinearBaseline, LinearOptions
 from models.baselines.partition import confidence_width
 from models.baselines.ridge import RidgeBank
 
@@ -35,23 +35,12 @@ class Locb(LinearBaseline):
         self,
         *,
         users: int,
-        dimension: int,
-        regularization: float = 1.0,
-        exploration: float = 0.1,
         separation: float = 0.4,
-        standardize: bool = False,
-        seed: int = 0,
         seeds: int = SEEDS,
         radius: float = RADIUS,
+        **options: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(
-            dimension=dimension,
-            regularization=regularization,
-            exploration=exploration,
-            standardize=standardize,
-            seed=seed,
-            widest=WIDEST_POOLED,
-        )
+        super().__init__(widest=WIDEST_POOLED, **options)
         self._separation = separation
         self._radius = radius
         self.users = RidgeBank(users, self.standardizer.penalty)

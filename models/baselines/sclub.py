@@ -10,12 +10,12 @@ and its number of samples T_V as they were when it began. After user i has learn
 
 from __future__ import annotations
 
-from typing import final
+from typing import Unpack, final
 
 import numpy as np
 
 from models.baselines.base import Matrix
-from models.baselines.linear import WIDEST_POOLED, LinearBaseline
+from models.baselines.linear import WIDEST_POOLED, LinearBaseline, LinearOptions
 from models.baselines.partition import Partition, confidence_width
 
 
@@ -23,25 +23,8 @@ from models.baselines.partition import Partition, confidence_width
 class Sclub(LinearBaseline):
     """Set-based clusters that users leave and that find together again."""
 
-    def __init__(
-        self,
-        *,
-        users: int,
-        dimension: int,
-        regularization: float = 1.0,
-        exploration: float = 0.1,
-        separation: float = 0.4,
-        standardize: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            dimension=dimension,
-            regularization=regularization,
-            exploration=exploration,
-            standardize=standardize,
-            seed=seed,
-            widest=WIDEST_POOLED,
-        )
+    def __init__(self, *, users: int, separation: float = 0.4, **options: Unpack[LinearOptions]) -> None:
+        super().__init__(widest=WIDEST_POOLED, **options)
         self._separation = separation
         self.partition = Partition(users, self.standardizer.penalty)
         self._served = np.zeros(users, dtype=bool)  # [n], in this phase
