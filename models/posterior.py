@@ -15,6 +15,7 @@ trunk is told who asks by the head that the user had at that moment, so that it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import final
 
 import torch
@@ -37,6 +38,7 @@ from models.learner import Learner, Query, Scores, State, UserBatch, newest
 from models.memory import FIRST_GAIN
 from models.metaban import doubled
 from models.normalizer import Moments, standardize, winsorize
+from models.offer import common_ratio, on_offer, without_common
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
@@ -81,7 +83,11 @@ class PosteriorLearner(Learner):
         self.head_size = 1 + self.seen + self.products + 1
         #: Numbers that tell the trunk who asks: the user's head without its coefficient of p.
         self.embedded = self.head_size - 1 if settings.embed else 0
-        self.noted = EMBEDDED + self.embedded
+        #: Wide inputs are often one thing in many cuts, so what a request's arms share is taken out of them.
+        self.apart = settings.apart and self.narrowed
+        #: Behind the embedding, what was on offer: count and mean.
+        self.offered_from = EMBEDDED + self.embedded
+        self.noted = self.offered_from + (1 + inputs if self.apart else 0)
         self.trunk = Trunk(inputs * (1 + self.bins) + self.embedded, settings.width, settings.depth)
         kept = settings.memory_samples
         self.fields = {
@@ -115,6 +121,9 @@ class PosteriorLearner(Learner):
         shared |= {"trunk_first": state.first, "trunk_second": state.second, "trunk_steps": state.steps}
         if self.bins:
             shared["edges"] = even_edges(inputs, self.bins).to(self.dtype)
+        if self.apart:
+            shared["common_ratio"] = torch.zeros(inputs, dtype=self.dtype)
+            shared["common_centre"] = torch.zeros(inputs, dtype=self.dtype)
         if self.narrowed:
             directions = torch.randn(inputs, self.seen, generator=generator, dtype=self.dtype)
             shared["directions"] = directions / inputs**0.5
@@ -145,12 +154,25 @@ class PosteriorLearner(Learner):
             parts.insert(2, pair_products(x))
         return torch.cat(parts, dim=-1)
 
-    def standardized(self, shared: State, raw: Tensor) -> Tensor:
-        """Raw inputs [..., d] in standard deviations."""
-        return standardize(raw, shared["mean"], shared["scale"])
+    def own_part(self, shared: State, raw: Tensor, offer: Tensor) -> Tensor:
+        """Raw inputs [..., d] without what they shared with the arms on offer [..., 1 + d], where that is looked at."""
+        return without_common(raw, offer, shared["common_ratio"], shared["common_centre"]) if self.apart else raw
+
+    def standardized(self, shared: State, raw: Tensor, offer: Tensor) -> Tensor:
+        """The same in standard deviations."""
+        return standardize(self.own_part(shared, raw, offer), shared["mean"], shared["scale"])
+
+    def offer(self, notes: Tensor) -> Tensor:
+        """What was on offer, out of what was noted [..., q] → [..., 1 + d], or [..., 0] where that is not looked at."""
+        return notes[..., self.offered_from :]
+
+    def batch_heads(self, shared: State, batch: UserBatch) -> Tensor:
+        """h of a batch's samples [B, S, D]."""
+        z = self.standardized(shared, batch.features, self.offer(batch.phi))
+        return self.heads(shared, z, batch.phi[..., TRUNK])
 
     def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
-        h = self.heads(shared, self.standardized(shared, batch.features), batch.phi[..., TRUNK])  # [B, S, D]
+        h = self.batch_heads(shared, batch)  # [B, S, D]
         weights = sample_weights(batch, shared["since"])  # [B, S]
         users = Statistics.of(h, batch.rewards, weights)
         index, real = newest(batch.valid, self.settings.memory_samples)
@@ -188,7 +210,8 @@ class PosteriorLearner(Learner):
 
     def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
         own, request = query.own, query.request
-        z = self.standardized(shared, query.arms)  # [N, d]
+        offer = on_offer(query.arms, request, query.requests) if self.apart else query.arms[:, :0]
+        z = self.standardized(shared, query.arms, offer)  # [N, d]
         asking = own["embedding"][request]  # [N, e]
         if self.settings.trunk:
             x = torch.cat([self.codes(shared, z), asking], dim=-1)
@@ -197,7 +220,7 @@ class PosteriorLearner(Learner):
             predicted = torch.zeros_like(z[:, 0])
         if not self.settings.heads:
             nobody = torch.ones_like(predicted, dtype=torch.int64)
-            phi = torch.cat([predicted.unsqueeze(-1).expand(-1, EMBEDDED), asking], dim=-1)
+            phi = torch.cat([predicted.unsqueeze(-1).expand(-1, EMBEDDED), asking, offer], dim=-1)
             return Scores(predicted, torch.zeros_like(predicted), nobody, phi)
         h = self.heads(shared, z, predicted)  # [N, D]
         heads = torch.stack([own["alone"], own["together"], own["head"]], dim=-1)  # [R, D, 3]
@@ -218,7 +241,7 @@ class PosteriorLearner(Learner):
             mean,
             variance.sqrt() * self.settings.alpha,
             group_size,
-            torch.column_stack([predicted, alone, together, asking]),
+            torch.column_stack([predicted, alone, together, asking, offer]),
         )
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
@@ -240,9 +263,7 @@ class PosteriorLearner(Learner):
         if self.settings.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             derived |= self._trained(derived, samples, min(max(1, wanted), self.settings.epoch_steps_max), total_events)
-        heads = [
-            self.heads(derived, self.standardized(derived, batch.features), batch.phi[..., TRUNK]) for batch in batches
-        ]
+        heads = [self.batch_heads(derived, batch) for batch in batches]
         users = Statistics.joined(
             [
                 Statistics.of(h, batch.rewards, sample_weights(batch, derived["since"]))
@@ -269,18 +290,22 @@ class PosteriorLearner(Learner):
         }
 
     def _standardised_anew(self, shared: State, batches: Sequence[UserBatch], samples: Samples) -> State:
-        rows = [(batch.features.flatten(0, 1), batch.valid.flatten()) for batch in batches]
-        merged = Moments.of(winsorize(*rows[0]), rows[0][1])
-        for features, valid in rows[1:]:
-            merged = merged.merge(Moments.of(winsorize(features, valid), valid))
-        mean, scale = centring(merged)
-        derived = {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
-        rows_seen = samples.features[samples.spread(ROWS_MAX)]
-        z = self.standardized(derived, rows_seen)
+        derived = {}
+        if self.apart:
+            ratio, centre = common_ratio(samples.features, self.offer(samples.notes), samples.weights)
+            derived = {"common_ratio": ratio.to(self.dtype), "common_centre": centre.to(self.dtype)}
+        own = [self.own_part(derived, batch.features, self.offer(batch.phi)).flatten(0, 1) for batch in batches]
+        valid = [batch.valid.flatten() for batch in batches]
+        moments = [Moments.of(winsorize(rows, real), real) for rows, real in zip(own, valid, strict=True)]
+        mean, scale = centring(reduce(Moments.merge, moments))
+        derived |= {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
+        rows = samples.spread(ROWS_MAX)
+        seen, offer = samples.features[rows], self.offer(samples.notes[rows])
+        z = self.standardized(derived, seen, offer)
         if self.bins:
             derived["edges"] = quantile_edges(z, self.bins)
         if self.narrowed:
-            before = self.standardized(shared, rows_seen) @ shared["directions"]
+            before = self.standardized(shared, seen, offer) @ shared["directions"]
             derived["directions"] = turned_towards(z, principal_directions(z, self.seen), before)
         return derived
 
@@ -291,8 +316,9 @@ class PosteriorLearner(Learner):
         shares = torch.rand(steps, self.settings.replayed, generator=generator, dtype=torch.float64)
         drawn = samples.at(shares.to(samples.weights.device))  # [steps, replayed]
         for rows in drawn:
-            codes = self.codes(shared, self.standardized(shared, samples.features[rows]))
-            x = torch.cat([codes, samples.notes[rows, EMBEDDED:]], dim=-1)
+            notes = samples.notes[rows]
+            codes = self.codes(shared, self.standardized(shared, samples.features[rows], self.offer(notes)))
+            x = torch.cat([codes, notes[:, EMBEDDED : self.offered_from]], dim=-1)
             gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
         return {

@@ -82,6 +82,7 @@ class PosteriorSettings(LearnerSettings):
     heads: bool = True  # False: the trunk alone, no users
     groups: bool = True
     memory: bool = True
+    apart: bool = True  # take out of wide inputs what the arms of a request have in common
     # The trunk: p(x), and the samples it replays.
     width: int = 128
     depth: int = 2
@@ -107,7 +108,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_growth: float = 0.03
 
     STRUCTURE = ("preset", "seed", "width", "depth", "bins", "codes_max", "head_inputs_max", "head_directions",
-                 "memory_samples", "embed", "products_max")  # fmt: skip
+                 "memory_samples", "embed", "products_max", "apart")  # fmt: skip
 
     def _check_values(self) -> None:
         self._at_least(1, "width", "depth", "replayed", "epoch_steps_max", "head_inputs_max", "head_directions")
