@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.exploration import Policy, decision_generator, draw_slate
+from models.exploration import Policy, decision_draws, draw_slate
 from models.features import FeatureLayout, assemble, infer_layout
 from models.learner import State
 from models.presets import build_learner
 from models.settings import LearnerSettings
-from service.served import ScoreRequest, ServedModel
+from service.served import BRIEFS_A_TURN, ScoreRequest, ServedModel
 from store.codec import Sample
 from store.users import UserState
 from worker.epochs import choose_teachers, derive_shared
@@ -74,8 +74,7 @@ class LocalLoop:
         """One arm for a user; whoever is no longer held is loaded, as the service does."""
         inputs = assemble(self.layout, arms, context)
         scores = self._served.score([ScoreRequest(user_id, inputs, self._states.get(user_id))])[0]
-        generator = decision_generator(self._seed, decision_id)
-        slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, generator)
+        slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, decision_draws(self._seed, decision_id))
         arm = slate.chosen[0]
         score = float(scores.mean[arm] + scores.bonus[arm])
         return Choice(arm, inputs[arm], scores.phi[arm], slate.propensities[0], score, scores.user_events)
@@ -93,6 +92,8 @@ class LocalLoop:
         self._applied += 1
         if self._trainer.learner.epoch_due(self._served.epoch_events, self._applied):
             self._advance()
+        while self._served.refresh(BRIEFS_A_TURN):
+            pass
 
     def _publish(self, pupils: Sequence[Pupil], epoch: int) -> None:
         fitted = self._trainer.fit(self._shared, pupils)

@@ -23,11 +23,12 @@ from bench.populations import Crowd, PaperPopulation, check_decision, decide, ra
 from bench.reference import FROZEN_FROM
 from bench.report import Bar, Report
 from bench.roofline import AIM, COPIED_BYTES, bytes_a_user, measure_machine, roofline_row
-from bench.timing import Race, Work, one_thread, take_turns
+from bench.timing import Race, Work, take_turns
 from models.features import assemble
 from models.learner import Learner
 from models.presets import build_learner
 from models.settings import named_settings
+from models.threads import one_thread
 from service.scorer import BATCH_REQUESTS
 from service.served import ScoreRequest, ServedModel
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from bench.harness import plain_layout
 from bench.methods import shipped_settings
 from bench.reference import ReferenceArm, ReferenceMetaBan
-from models.exploration import Slate, build_policy, decision_generator, draw_slate
+from models.exploration import Slate, build_policy, decision_draws, draw_slate
 from models.features import assemble
-from models.learner import Learner, State, UserBatch
+from models.learner import Arrays, Learner, State, UserBatch
 from models.metaban import PaperLearner
 from models.posterior import PosteriorLearner
 from models.settings import MetaBanSettings, PosteriorSettings
@@ -44,7 +44,7 @@ def decide(served: ServedModel, user: str, arms: NDArray[np.float64], number: in
     shipped = shipped_settings()
     policy = build_policy(shipped.policy, epsilon=shipped.epsilon, squarecb_gamma=shipped.squarecb_gamma)
     scores = served.score([ScoreRequest(user, assemble(plain_layout(arms.shape[1]), arms.tolist(), None))])[0]
-    return draw_slate(policy, scores.mean, scores.bonus, 1, decision_generator(0, str(number)))
+    return draw_slate(policy, scores.mean, scores.bonus, 1, decision_draws(0, str(number)))
 
 
 @final
@@ -79,7 +79,7 @@ class PaperPopulation:
         previous = {name: tensor.expand(users, *tensor.shape) for name, tensor in newborn.items()}
         return cls(learner, shared, batch, previous, reference, names)
 
-    def fit(self) -> State:
+    def fit(self) -> Arrays:
         """All users' updates at once."""
         with torch.inference_mode():
             return self.learner.fit(self.shared, self.batch, self.previous)
@@ -146,7 +146,7 @@ def batch_of(features: NDArray[np.float32], rewards: NDArray[np.float32], learne
     )
 
 
-def user_states(users: Sequence[str], states: State, *, events: int) -> Iterable[UserState]:
+def user_states(users: Sequence[str], states: Arrays, *, events: int) -> Iterable[UserState]:
     """Rows of stacked states under the users' names, copied: rows of users are not shared."""
     arrays: dict[str, NDArray[Any]] = {name: tensor.numpy().copy() for name, tensor in states.items()}
     for row, user in enumerate(users):
@@ -160,7 +160,7 @@ class Crowd:
 
     learner: PosteriorLearner
     shared: State
-    distinct: State
+    distinct: Arrays
 
     @classmethod
     def random(cls, *, dimension: int, seed: int) -> Crowd:

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.environments import Environment, build_environment
 from bench.methods import Method, Question, build_method
+from models.threads import one_thread, use_threads
 
 Curve = NDArray[np.float64]
 
@@ -167,14 +168,8 @@ def carry_out_all(runs: Sequence[Run], *, jobs: int, console: Console) -> tuple[
 
 
 def _here(runs: Sequence[Run], advance: Callable[[int], None]) -> list[Outcome | Failure]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return [_guarded(run, partial(carry_out, run, advance)) for run in runs]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _in_processes(runs: Sequence[Run], jobs: int, advance: Callable[[int], None]) -> list[Outcome | Failure]:
@@ -233,9 +228,7 @@ class _Reporter:
 
 
 def _start_child(queue: Queue[int]) -> None:
-    import torch
-
-    torch.set_num_threads(1)
+    use_threads(1)
     queue.cancel_join_thread()  # a report that nobody reads must not keep the process alive
     _Reporter.queue = queue
 

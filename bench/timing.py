@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Times = NDArray[np.float64]
@@ -103,14 +101,3 @@ def take_turns(
                 held[turn, call] = time.perf_counter() - start
         between(turn)
     return [Side(name, held[1:]) for name, held in zip(works, times, strict=True)]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensor operations on one thread, as the service ships."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

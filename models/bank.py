@@ -26,7 +26,10 @@ class UserBank:
         self._columns = {
             name: torch.empty((FIRST_CAPACITY, *shape), dtype=dtype, device=device) for name, shape in fields.items()
         }
-        self._events = torch.empty(FIRST_CAPACITY, dtype=torch.int64, device=device)
+        self._device = device
+        self._capacity = FIRST_CAPACITY
+        self._view: State | None = None
+        self._events: list[int] = []
         self._rows: dict[str, int] = {}
         self._users: list[str] = []
 
@@ -44,7 +47,7 @@ class UserBank:
     @property
     def capacity(self) -> int:
         """Rows there is room for."""
-        return self._events.shape[0]
+        return self._capacity
 
     def row(self, user: str) -> int | None:
         """The row of a user; valid until a user is removed."""
@@ -60,28 +63,42 @@ class UserBank:
         for user in fresh:
             self._rows[user] = len(self._users)
             self._users.append(user)
-        rows = torch.tensor([self._rows[user] for user in users], dtype=torch.int64, device=self._events.device)
+            self._events.append(0)
+        if fresh:
+            self._view = None
+        rows = [self._rows[user] for user in users]
+        for row, count in zip(rows, events, strict=True):
+            self._events[row] = count
+        if len(rows) == 1:  # the usual case, and a copy without an index is several times cheaper
+            for name, column in self._columns.items():
+                column[rows[0]] = states[name][0]
+            return
+        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
         for name, column in self._columns.items():
-            column[rows] = states[name].to(column)
-        self._events[rows] = torch.tensor(events, dtype=torch.int64, device=self._events.device)
+            column[index] = states[name].to(column)
 
     def remove(self, user: str) -> None:
         """Drop a user."""
         row, last = self._rows.pop(user), len(self._users) - 1
         if row != last:
-            for column in (*self._columns.values(), self._events):
+            for column in self._columns.values():
                 column[row] = column[last]
+            self._events[row] = self._events[last]
             moved = self._users[last]
             self._users[row], self._rows[moved] = moved, row
         self._users.pop()
+        self._events.pop()
+        self._view = None
 
     def view(self) -> State:
         """Every field of every user, [P, …], without a copy."""
-        return {name: column[: len(self._users)] for name, column in self._columns.items()}
+        if self._view is None:
+            self._view = {name: column[: len(self._users)] for name, column in self._columns.items()}
+        return self._view
 
     def events(self, user: str) -> int:
         """Events behind a user's state."""
-        return int(self._events[self._rows[user]])
+        return self._events[self._rows[user]]
 
     def state(self, user: str) -> State:
         """One user's fields, without a copy."""
@@ -95,7 +112,7 @@ class UserBank:
         if capacity > self.capacity:
             used = len(self._users)
             self._columns = {name: _grown(column, capacity, used) for name, column in self._columns.items()}
-            self._events = _grown(self._events, capacity, used)
+            self._capacity, self._view = capacity, None
 
 
 def _grown(column: Tensor, capacity: int, used: int) -> Tensor:

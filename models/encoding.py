@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.arrays import Array, bounded, library_of
 from models.normalizer import CONSTANT_RELATIVE_SPREAD, Moments
 
 #: Narrowest bin, in standard deviations: a column with few distinct values would have bins of no width.
@@ -51,11 +52,18 @@ def quantile_edges(z: Tensor, bins: int) -> Tensor:
     return torch.cat([quantiles[:, :1], quantiles[:, :1] + gaps.cumsum(1)], dim=1)
 
 
-def piecewise(z: Tensor, edges: Tensor) -> Tensor:
-    """Codes [..., d·bins] of standardised inputs [..., d]."""
-    low, high = edges[:, :-1], edges[:, 1:]
-    codes = ((z.unsqueeze(-1) - low) / (high - low)).clamp(0, 1) - 0.5  # [..., d, bins]
-    return codes.flatten(-2)
+def pieces(edges: Array) -> tuple[Array, Array]:
+    """Where each piece begins and 1 over its width, both [d, bins]."""
+    return edges[:, :-1], 1 / (edges[:, 1:] - edges[:, :-1])
+
+
+def piecewise(z: Array, begin: Array, rate: Array) -> Array:
+    """Codes [..., d·bins] of standardised inputs [..., d], by `pieces`."""
+    codes = z[..., None] - begin  # [..., d, bins]
+    codes *= rate
+    bounded(codes, 0, 1)
+    codes -= 0.5
+    return codes.reshape(*z.shape[:-1], -1)
 
 
 def products_for(inputs: int, most: int) -> int:
@@ -64,10 +72,13 @@ def products_for(inputs: int, most: int) -> int:
     return pairs if pairs <= most else 0
 
 
-def pair_products(x: Tensor) -> Tensor:
+def pair_products(x: Array) -> Array:
     """x_i·x_j for i ≤ j, [..., c] → [..., c(c+1)/2]; squares less the 1 that they are on average."""
-    first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    products: Tensor = x[..., first] * x[..., second] - (first == second).to(x.dtype)
+    count = x.shape[-1]
+    rows = [x[..., i : i + 1] * x[..., i:] for i in range(count)]  # as many as heads can hold: a handful
+    products = library_of(x).concatenate(rows, -1)
+    squares = [i * count - i * (i - 1) // 2 for i in range(count)]
+    products[..., squares] -= 1
     return products
 
 

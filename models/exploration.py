@@ -9,8 +9,10 @@ conditional on the arms above it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from typing import final
 
 import numpy as np
@@ -37,8 +39,8 @@ class UpperConfidence(Policy):
 
     def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
         score = mean + bonus
-        best = (score == score.max()).astype(np.float64)
-        shares: Vector = best / best.sum()
+        best = score == score.max()
+        shares: Vector = best / np.count_nonzero(best)
         return shares
 
 
@@ -86,26 +88,38 @@ class Slate:
     propensities: tuple[float, ...]
 
 
-def draw_slate(policy: Policy, mean: Vector, bonus: Vector, size: int, generator: np.random.Generator) -> Slate:
-    """Draw `size` arms without replacement; scores that are not finite have no distribution to draw from."""
-    if not (np.isfinite(mean).all() and np.isfinite(bonus).all()):
+def draw_slate(policy: Policy, mean: Vector, bonus: Vector, size: int, draws: Iterator[float]) -> Slate:
+    """Draw `size` arms without replacement, one number in [0, 1) each; scores have to be finite to be drawn from."""
+    if not np.isfinite(mean + bonus).all():
         raise ValueError("scores must be finite")
-    left = np.arange(len(mean))
+    left = list(range(len(mean)))
     chosen: list[int] = []
     propensities: list[float] = []
-    for _ in range(size):
-        chances = policy.probabilities(mean[left], bonus[left])
-        place = int(generator.choice(len(left), p=chances / chances.sum()))
-        chosen.append(int(left[place]))
+    while len(chosen) < size:
+        chances = policy.probabilities(mean, bonus)
+        place = _place_of(next(draws), chances)
+        chosen.append(left.pop(place))
         propensities.append(float(chances[place]))
-        left = np.delete(left, place)
+        if len(chosen) < size:
+            mean, bonus = np.delete(mean, place), np.delete(bonus, place)
     return Slate(tuple(chosen), tuple(propensities))
 
 
-def decision_generator(seed: int, decision_id: str) -> np.random.Generator:
-    """Randomness that belongs to a decision: the same decision id draws the same arms from the same scores."""
-    digest = blake2b(f"{seed}:{decision_id}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+def _place_of(share: float, chances: Vector) -> int:
+    """The arm in whose part of all chances a share in [0, 1) falls; never one without a chance."""
+    ends = chances.cumsum()
+    return int(ends.searchsorted(share * ends[-1], side="right"))
+
+
+def decision_draws(seed: int, decision_id: str) -> Iterator[float]:
+    """Numbers in [0, 1) that belong to a decision: the same decision id draws the same arms from the same scores.
+
+    Bits of a hash are as uniform as any generator's, and there is no generator to set up for the one or two needed.
+    """
+    for block in count():
+        digest = blake2b(f"{seed}:{block}:{decision_id}".encode()).digest()
+        for start in range(0, len(digest), 8):
+            yield (int.from_bytes(digest[start : start + 8], "little") >> 11) * 2.0**-53
 
 
 def build_policy(name: str, *, epsilon: float, squarecb_gamma: float) -> Policy:

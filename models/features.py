@@ -108,13 +108,21 @@ def assemble(layout: FeatureLayout, arms: Sequence[Features], context: Features 
     if layout.intercept:
         parts.append(np.ones((count, 1), dtype=np.float32))
     inputs = np.concatenate(parts, axis=1)
-    finite = np.isfinite(inputs).all(axis=1)
+    finite = np.isfinite(inputs)
     if not finite.all():
-        raise FeatureError(("arms", int(finite.argmin()), "features"), TOO_LARGE)
+        raise FeatureError(("arms", int(finite.all(axis=1).argmin()), "features"), TOO_LARGE)
     return inputs
 
 
 def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
+    if not layout.arm_named:
+        try:
+            vectors = np.asarray(arms, dtype=np.float32)
+        except (TypeError, ValueError):  # objects, or lists of different lengths: said below of which arm
+            pass
+        else:
+            if vectors.shape == (len(arms), layout.arm):
+                return vectors
     for index, arm in enumerate(arms):
         if isinstance(arm, Mapping) != layout.arm_named:
             wanted = "an object of named values" if layout.arm_named else f"a list of {layout.arm} numbers"
@@ -123,9 +131,7 @@ def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
             raise FeatureError(
                 ("arms", index, "features"), f"this namespace takes {layout.arm} numbers, not {len(arm)}"
             )
-    if layout.arm_named:
-        return np.stack([_hashed(arm, layout.arm) for arm in arms if isinstance(arm, Mapping)])
-    return np.asarray(arms, dtype=np.float32)
+    return np.stack([_hashed(arm, layout.arm) for arm in arms if isinstance(arm, Mapping)])
 
 
 def _context_vector(layout: FeatureLayout, context: Features | None) -> Vectors:

@@ -1,82 +1,96 @@
-"""What the default learner believes of users, and what heads, pool and memories say of arms."""
+"""How the default learner judges arms: what it believes of users, and what heads, pool and memories say.
+
+Everything here takes numpy arrays and torch tensors alike (arrays.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
-from torch import Tensor
-
-from models.memory import KERNEL_NUMBERS_MAX, kernel, recall
-from models.prior import Groups, Prior, inverse
+from models.arrays import Array, cast, inverse, library_of, on_device, rectified
+from models.memory import in_radii, kernel, recall
+from models.prior import Groups, Prior
+from models.slates import Slates
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Beliefs:
-    """Of R users, mean heads without groups, with them, and of the two as the guard weighs them, each [R, D]; and the
-    covariance of the last [R, D, D]."""
+    """Of R users, mean heads without groups, with them, and of the two as the guard weighs them, each [R, D]."""
 
-    alone: Tensor
-    together: Tensor
-    head: Tensor
-    covariance: Tensor
+    alone: Array
+    together: Array
+    head: Array
+    _groups: Groups | None
+    _guard: Array
+    _covariance: Array  # [R, D, D] without groups
+    _within: Array  # [R, D, D] in one group
+    _belief: Array  # [R, Q]
+
+    def covariance(self) -> Array:
+        """Of `head` [R, D, D]: what is not known within a group, and of which group to believe in."""
+        if self._groups is None:
+            return self._covariance
+        pull = self._groups.pull
+        apart = (pull - (self._belief @ pull)[:, None]) @ self._within  # [R, Q, D], each group's head from the mean
+        spread = apart.mT @ (apart * self._belief[..., None])  # [R, D, D]
+        return self._covariance + self._guard * (self._within + spread - self._covariance)
 
 
-def believe(prior: Prior, groups: Groups | None, guard: Tensor, gram: Tensor, moment: Tensor) -> Beliefs:
+def believe(prior: Prior, groups: Groups | None, guard: Array, gram: Array, moment: Array) -> Beliefs:
     """What is known of users with A [R, D, D] and b [R, D], in float64."""
     known = gram / prior.noise
     if groups is None:
         covariance = inverse(known + prior.precision)
         alone = prior.mean_under(covariance, moment)
-        return Beliefs(alone, alone, alone, covariance)
-    both = torch.stack([prior.precision, prior.precision / groups.share]).unsqueeze(1)  # [2, 1, D, D]
+        return Beliefs(alone, alone, alone, None, guard, covariance, covariance, alone[:, :0])
+    both = library_of(gram).stack([prior.precision, prior.precision / groups.share])[:, None]  # [2, 1, D, D]
     covariance, within = inverse(known + both)  # each [R, D, D]
     alone = prior.mean_under(covariance, moment)
     rewarded = moment / prior.noise
     belief = groups.beliefs(within, rewarded)  # [R, Q]
-    together = groups.head(within, rewarded, belief)
-    apart = (groups.pull - (belief @ groups.pull).unsqueeze(1)) @ within  # [R, Q, D], each group's head from the mean
-    spread = apart.mT @ (apart * belief.unsqueeze(-1))  # [R, D, D]
-    return Beliefs(
-        alone,
-        torch.where(groups.any(), together, alone),
-        alone.lerp(together, guard),
-        covariance.lerp(within + spread, guard),
-    )
+    together = library_of(gram).where(groups.any(), groups.head(within, rewarded, belief), alone)
+    head = alone + guard * (together - alone)
+    return Beliefs(alone, together, head, groups, guard, covariance, within, belief)
 
 
-def count_agreeing(heads: Tensor, arms: Tensor, mean: Tensor, reach: Tensor, row: Tensor) -> Tensor:
+def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Array) -> Array:
     """Eq. 4: how many agree with the asking user on each arm [N], that user included, once.
 
     heads [P, D] of the pool, arms [N, D], the user's own mean [N] and how far from it others may be [N], and the user's
-    row in the pool [N], −1 for none.
+    row in the pool [N], or [1] when all arms are asked about by one; −1 for none.
     """
+    library = library_of(arms)
     if not heads.shape[0]:
-        return torch.ones_like(row)
-    agree = (arms @ heads.mT).sub_(mean.unsqueeze(-1)).abs_() <= reach.unsqueeze(-1)  # [N, P]
-    themselves = agree.gather(1, row.clamp_min(0).unsqueeze(-1)).squeeze(-1) & (row >= 0)  # [N]
-    return agree.view(torch.uint8).sum(-1, dtype=torch.int32).to(torch.int64) - themselves.to(torch.int64) + 1
+        return library.ones(arms.shape[0], dtype=row.dtype, **on_device(row))
+    agree = abs(arms @ heads.mT - mean[:, None]) <= reach[:, None]  # [N, P]
+    if row.shape[0] == 1:
+        themselves = agree[:, row[0]] * (row >= 0)
+    else:
+        themselves = agree[library.arange(row.shape[0], **on_device(row)), row] * (row >= 0)  # [N]
+    return agree.sum(-1) + 1 - 1 * themselves
 
 
-def remember(
-    x: Tensor, request: Tensor, own: Mapping[str, Tensor], gain: Tensor, radius: float
-) -> tuple[Tensor, Tensor]:
+def foretold(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:
+    """The trunk's prediction [N]: x [N, n] what it sees of arms, `asked` [N, m] what its first layer makes of who asks.
+
+    Layers come as weights [columns, rows] and offsets [rows]; the offset of the first is part of `asked`.
+    """
+    y = x @ layers[0][0] + asked
+    for weight, offset in layers[1:]:
+        y = rectified(y) @ weight + offset
+    return y[:, 0]
+
+
+def remember(x: Array, slates: Slates, own: Mapping[str, Array], gain: Array, radius: float) -> tuple[Array, Array]:
     """By the users' memories: a correction [N], and the share of the noise's variance that is left [N].
 
-    Arms as heads see them, x [N, c]; `own` has `kept_inputs` [R, S, c], `kept_residuals` and `kept_weights` [R, S].
+    Arms as heads see them, x [N, c]; `own` has `kept_inputs` [R, S, c], in radii, `kept_squares`, `kept_residuals` and
+    `kept_weights` [R, S].
     """
-    kept, residuals, weights = own["kept_inputs"], own["kept_residuals"], own["kept_weights"]
-    if kept.shape[0] == 1:  # one request: nothing to gather
-        return recall(kernel(x, kept[0], radius) * weights, residuals, gain)
-    corrections, lefts = [], []
-    step = max(1, KERNEL_NUMBERS_MAX // max(1, kept.shape[1] * kept.shape[2]))
-    for start in range(0, x.shape[0], step):
-        rows = request[start : start + step]
-        near = kernel(x[start : start + step].unsqueeze(1), kept[rows], radius).squeeze(1)  # [n, S]
-        correction, left = recall(near * weights[rows], residuals[rows], gain)
-        corrections.append(correction)
-        lefts.append(left)
-    return torch.cat(corrections), torch.cat(lefts)
+    arms = slates.padded(in_radii(x, radius))  # [R, K, c]
+    near = kernel(arms, own["kept_inputs"], own["kept_squares"]) * own["kept_weights"][:, None]  # [R, K, S]
+    correction, left = recall(near, own["kept_residuals"], gain)
+    return cast(slates.flat(correction), x), cast(slates.flat(left), x)

@@ -11,64 +11,76 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.arrays import Array, library_of, on_device
+from models.slates import Slates
+
 #: The tensors of one user (or, with a leading dimension, of many), by field name.
 State = dict[str, Tensor]
+#: The same while arms are judged: tensors, or numpy arrays.
+Arrays = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class UserBatch:
     """Samples of B users side by side, padded to the longest."""
 
-    features: Tensor  # [B, S, d], raw inputs of the chosen arms, oldest first
-    rewards: Tensor  # [B, S]
-    valid: Tensor  # [B, S] bool: which samples are real
-    events: Tensor  # [B] int64: events ever applied, at least the samples kept
-    draw: Tensor  # [B] int64 ≥ 0: a stable hash for whatever a learner chooses at random
-    weight: Tensor  # [B] w_u of Eq. 5: how much this user teaches others
-    phi: Tensor  # [B, S, q]: what `score` noted of the samples when they were chosen
-    epochs: Tensor  # [B, S] int64: the epoch they were chosen under
+    features: Array  # [B, S, d], raw inputs of the chosen arms, oldest first
+    rewards: Array  # [B, S]
+    valid: Array  # [B, S] bool: which samples are real
+    events: Array  # [B] int64: events ever applied, at least the samples kept
+    draw: Array  # [B] int64 ≥ 0: a stable hash for whatever a learner chooses at random
+    weight: Array  # [B] w_u of Eq. 5: how much this user teaches others
+    phi: Array  # [B, S, q]: what `score` noted of the samples when they were chosen
+    epochs: Array  # [B, S] int64: the epoch they were chosen under
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
     """The arms of R requests end to end, with the asking users' states."""
 
-    arms: Tensor  # [N, d] raw inputs
-    request: Tensor  # [N] int64: the request an arm belongs to
-    own: Mapping[str, Tensor]  # each [R, …]: states, or what `Learner.brief` made of them
-    own_row: Tensor  # [R] int64: the asking user's row in the pool, −1 when they have none
-    own_events: Tensor  # [R] int64
+    arms: Array  # [N, d] raw inputs
+    slates: Slates  # which of them belong to one request
+    own: Mapping[str, Array]  # each [R, …]: states, or what `Learner.brief` made of them
+    own_row: Array  # [R] int64: the asking user's row in the pool, −1 when they have none
+    own_events: Array  # [R] int64
 
     @property
     def requests(self) -> int:
         """R."""
-        return self.own_row.shape[0]
+        return self.slates.requests
+
+    @property
+    def request(self) -> Tensor:
+        """The request that each arm belongs to, [N] int64."""
+        request: Tensor = self.slates.request(self.own_row)
+        return request
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """What a learner thinks of each arm; the score of an arm is mean + bonus."""
 
-    mean: Tensor  # [N]
-    bonus: Tensor  # [N]
-    group_size: Tensor  # [N] int64, the asking user included
-    phi: Tensor  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
+    mean: Array  # [N]
+    bonus: Array  # [N]
+    group_size: Array  # [N] int64, the asking user included
+    phi: Array  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
 
 
-def newest(valid: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+def newest(valid: Array, keep: int) -> tuple[Array, Array]:
     """Places of each user's newest `keep` samples, oldest first, and which of them are real, both [B, keep].
 
     Users' samples are padded behind, and differ in number; `valid` is [B, S].
     """
     counts = valid.sum(-1)  # [B]
-    kept = counts.clamp_max(keep)
-    place = torch.arange(keep, device=valid.device)
-    index = ((counts - kept).unsqueeze(-1) + place).clamp_max(max(0, valid.shape[1] - 1))
-    return index, place < kept.unsqueeze(-1)
+    kept = counts.clip(None, keep)
+    place = library_of(valid).arange(keep, **on_device(valid))
+    index = ((counts - kept)[:, None] + place).clip(None, max(0, valid.shape[1] - 1))
+    return index, place < kept[:, None]
 
 
 class Learner(ABC):
@@ -81,6 +93,10 @@ class Learner(ABC):
     inputs_expected: int
     #: q, how many numbers `score` notes of an arm.
     noted: int = 0
+    #: Whether `fit`, `brief` and `score_briefed` take numpy arrays as well as tensors.
+    knows_numpy: bool = False
+    #: Whether `fit` goes on from users' states before; otherwise it is given none.
+    continues: bool = False
 
     @abstractmethod
     def initial_shared(self) -> State:
@@ -91,10 +107,14 @@ class Learner(ABC):
         """The state of a user without events, without a batch dimension."""
 
     @abstractmethod
-    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+    def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         """The users' states after the batch's samples; every tensor gains the batch dimension B."""
 
-    def brief(self, shared: State, own: State) -> State:
+    def outline(self, shared: State, *, as_numpy: bool = False) -> Any:
+        """What judging arms needs of an epoch, laid out for it; `as_numpy` only where the learner knows numpy."""
+        return shared
+
+    def brief(self, outline: Any, own: Arrays) -> Arrays:
         """What judging arms needs of asking users with states [R, …]; the same for a state as long as an epoch lasts.
 
         Whatever a learner can work out before it sees arms belongs here: the service keeps it between requests.
@@ -102,12 +122,13 @@ class Learner(ABC):
         return own
 
     @abstractmethod
-    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
+    def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         """Judge the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
 
     def score(self, shared: State, pool: State, query: Query) -> Scores:
         """Judge the arms of a query whose `own` are users' states."""
-        return self.score_briefed(shared, pool, replace(query, own=self.brief(shared, dict(query.own))))
+        outline = self.outline(shared)
+        return self.score_briefed(outline, pool, replace(query, own=self.brief(outline, dict(query.own))))
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

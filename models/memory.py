@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.arrays import Array, double, library_of, rectified
+
 #: Values of g to choose from: so much over itself plus 1 of a single residual is believed.
 GAINS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 #: Before anything is known of it.
@@ -23,17 +25,31 @@ FIRST_GAIN = 1.0
 KERNEL_NUMBERS_MAX = 1 << 24
 
 
-def kernel(x: Tensor, kept: Tensor, radius: float) -> Tensor:
-    """exp(−½·(rms difference / radius)²): x [..., n, c], kept [..., S, c] → [..., n, S]."""
-    # Products would be quicker than differences, but cancel where arms are nearly the same, the only place that counts.
-    distance = torch.cdist(x, kept, compute_mode="donot_use_mm_for_euclid_dist")
-    return (distance.square() * (-0.5 / (radius**2 * max(1, x.shape[-1])))).exp()
+def in_radii(x: Array, radius: float) -> Array:
+    """Arms [..., c] in float64, so that two of them are as far apart as their rms difference in radii."""
+    return double(x) * (1 / (radius * max(1, x.shape[-1]) ** 0.5))
 
 
-def recall(similarity: Tensor, residuals: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Correction and share of variance left, both [...], from kernel values [..., S] and residuals [..., S]."""
-    seen = 1 + gain * similarity.sum(-1)
-    return gain * (similarity * residuals).sum(-1) / seen, gain / seen
+def half_squares(x: Array) -> Array:
+    """½·‖x‖² [...] of arms [..., c]."""
+    return 0.5 * (x * x).sum(-1)
+
+
+def kernel(x: Array, kept: Array, squares: Array) -> Array:
+    """exp(−½·distance²) of arms in radii, [..., n, S]: x [..., n, c], and kept [..., S, c] with half squares [..., S].
+
+    ½‖x‖² + ½‖k‖² − xᵀk cancels where arms are nearly the same, the only place that counts: hence float64.
+    """
+    near = x @ kept.mT
+    near -= half_squares(x)[..., None]
+    near -= squares[..., None, :]
+    return library_of(x).exp(-rectified(-near))
+
+
+def recall(similarity: Array, residuals: Array, gain: Array) -> tuple[Array, Array]:
+    """Correction and share of variance left, both [..., n], from kernel values [..., n, S] and residuals [..., S]."""
+    left = gain / (1 + gain * similarity.sum(-1))
+    return (similarity @ residuals[..., None])[..., 0] * left, left
 
 
 def foresight(x: Tensor, residuals: Tensor, valid: Tensor, radius: float) -> Tensor:
@@ -42,15 +58,16 @@ def foresight(x: Tensor, residuals: Tensor, valid: Tensor, radius: float) -> Ten
     x [B, S, c] oldest first, residuals [B, S], valid [B, S].
     """
     samples = x.shape[1]
-    gains = torch.tensor(GAINS, dtype=x.dtype, device=x.device).view(-1, 1, 1)  # [G, 1, 1]
+    gains = torch.tensor(GAINS, dtype=torch.float64, device=x.device).view(-1, 1, 1)  # [G, 1, 1]
     earlier = torch.ones(samples, samples, dtype=torch.bool, device=x.device).tril(-1)  # [S, S]
     errors = torch.zeros(len(GAINS), dtype=torch.float64, device=x.device)
     rows = max(1, KERNEL_NUMBERS_MAX // max(1, samples * samples))
     for start in range(0, x.shape[0], rows):
         part, e, real = x[start : start + rows], residuals[start : start + rows], valid[start : start + rows]
-        similarity = kernel(part, part, radius) * (earlier & real.unsqueeze(1))  # [b, S, S]
+        arms = in_radii(part, radius)
+        similarity = kernel(arms, arms, half_squares(arms)) * (earlier & real.unsqueeze(1))  # [b, S, S]
         seen = similarity.sum(-1)  # [b, S]
-        told = (similarity @ e.unsqueeze(-1)).squeeze(-1)
+        told = (similarity @ e.to(torch.float64).unsqueeze(-1)).squeeze(-1)
         missed = (e - gains * told / (1 + gains * seen)) * real  # [G, b, S]
-        errors += missed.to(torch.float64).square().sum((1, 2))
+        errors += missed.square().sum((1, 2))
     return errors

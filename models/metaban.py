@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.groups import group_threshold, relative_groups
-from models.learner import Learner, Query, Scores, State, UserBatch
+from models.learner import Arrays, Learner, Query, Scores, State, UserBatch
 from models.network import (
     Shape,
     factor_distance,
@@ -77,7 +77,7 @@ class MetaBanLearner(Learner):
         mean, scale = merged.transform()
         return {**shared, "mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
 
-    def inputs(self, shared: State, raw: Tensor) -> Tensor:
+    def inputs(self, shared: Arrays, raw: Tensor) -> Tensor:
         """What the networks see of raw inputs [..., d]."""
         x = standardize(raw, shared["mean"], shared["scale"]) if self.settings.standardize else raw
         return unit(x) * self.settings.input_norm if self.settings.input_norm else x
@@ -95,23 +95,25 @@ class MetaBanLearner(Learner):
         """∇½Σ(f − r)² of each user divided by their samples [B, p], its norm at most clip_norm."""
         return torch.renorm(loss_gradient(self.shape, theta, x, batch.rewards, share), 2, 0, self.settings.clip_norm)
 
-    def groups(self, pool: State, query: Query, x: Tensor) -> Tensor:
+    def groups(self, pool: Arrays, query: Query, x: Tensor) -> Tensor:
         """Eq. 4 for every arm of a query, x [N, d]: who else belongs to the asking user's group, bool [N, P].
 
         The asking user is a member by definition and joins with the state the query brings, not with a row of the pool,
         which may be older; so their row is left out here.
         """
-        own = forward(self.shape, query.own["theta"][query.request], x.unsqueeze(1)).squeeze(1)  # [N]
+        request = query.request
+        own = forward(self.shape, query.own["theta"][request], x.unsqueeze(1)).squeeze(1)  # [N]
         size = max(1, HIDDEN_NUMBERS_MAX // max(1, pool["theta"].shape[0] * self.shape.width))
         predictions = torch.cat([predict_all(self.shape, pool["theta"], arms) for arms in torch.split(x, size)])
         near = relative_groups(predictions, own, self.threshold)
         rows = torch.arange(near.shape[1], device=near.device)
-        return near & (rows != query.own_row[query.request].unsqueeze(-1))
+        themselves: Tensor = rows == query.own_row[request].unsqueeze(-1)
+        return near & ~themselves
 
     def user_bound(self, query: Query) -> Tensor:
         """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
         settings = self.settings
-        events = query.own_events.clamp_min(1).to(self.dtype)  # [R] μ
+        events: Tensor = query.own_events.clamp_min(1).to(self.dtype)  # [R] μ
         arms = torch.zeros_like(events).index_add(0, query.request, torch.ones_like(query.arms[:, 0]))  # [R] k
         log = (settings.log_constant * events * arms / settings.delta).log().clamp_min(0)
         return (
@@ -129,7 +131,8 @@ class PaperLearner(MetaBanLearner):
         super().__init__(settings, inputs, dtype)
         parameters = self.shape.parameters
         self.fields = {"theta": (parameters,), "gradient": (parameters,), "samples": ()}
-        if settings.draw == "uniform":
+        self.continues = settings.draw == "uniform"
+        if self.continues:
             self.fields |= {"checkpoints": (settings.checkpoints, parameters), "fits": ()}
 
     def newborn(self, shared: State) -> State:
@@ -144,7 +147,7 @@ class PaperLearner(MetaBanLearner):
         """(λ/√m) sign(θ), the L1 term of Eq. 5, which no w_u weights."""
         return self.settings.l1 / math.sqrt(self.shape.width) * theta.sign()
 
-    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+    def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         x = self.inputs(shared, batch.features)
         latest = self.adapt_users(shared["theta0"], x, batch)  # [B, p] θ̂
         share, samples = sample_shares(batch)
@@ -158,7 +161,7 @@ class PaperLearner(MetaBanLearner):
             state |= self.draw_checkpoint(latest, batch, previous)
         return state
 
-    def draw_checkpoint(self, latest: Tensor, batch: UserBatch, previous: State) -> State:
+    def draw_checkpoint(self, latest: Tensor, batch: UserBatch, previous: Arrays) -> State:
         """Algorithm 3, line 9: θ_t^u uniformly from the last checkpoints {θ̂_0 = Θ₀, …, θ̂_μ} still kept."""
         checkpoints = torch.cat([previous["checkpoints"][:, 1:], latest.unsqueeze(1)], dim=1)  # [B, C, p]
         fits = previous["fits"] + 1  # [B]
@@ -170,22 +173,21 @@ class PaperLearner(MetaBanLearner):
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         return doubled(epoch_events, total_events)
 
-    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
-        x = self.inputs(shared, query.arms)  # [N, d]
+    def score_briefed(self, outline: State, pool: Arrays, query: Query) -> Scores:
+        x = self.inputs(outline, query.arms)  # [N, d]
+        request = query.request
         others = self.groups(pool, query, x)  # [N, P]
         size = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
         chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
-        parts = [
-            self.score_arms(shared, pool, query.own, query.request[arms], x[arms], others[arms]) for arms in chunks
-        ]
+        parts = [self.score_arms(outline, pool, query.own, request[arms], x[arms], others[arms]) for arms in chunks]
         mean = torch.cat([part[0] for part in parts])
         distance = torch.cat([part[1] for part in parts])
-        bound = self.user_bound(query)[query.request]  # [N]
+        bound = self.user_bound(query)[request]  # [N]
         bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
         return Scores(mean, bonus, others.sum(-1) + 1, x.new_empty((x.shape[0], self.noted)))
 
     def score_arms(
-        self, shared: State, pool: State, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor
+        self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor
     ) -> tuple[Tensor, Tensor]:
         """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of n arms, both [n]."""
         members = others.to(self.dtype)  # [n, P]

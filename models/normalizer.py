@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from models.arrays import Array, bounded
+
 #: A column that varies less than this, relative to the size of its mean, counts as constant and is passed through.
 CONSTANT_RELATIVE_SPREAD = 1e-6
 
@@ -86,9 +88,9 @@ def winsorize(rows: Tensor, valid: Tensor) -> Tensor:
 LARGEST_DEVIATION = 10.0
 
 
-def standardize(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def standardize(x: Array, mean: Array, scale: Array) -> Array:
     """(x − mean) / scale, cut off at ±LARGEST_DEVIATION: x [..., d], mean and scale [d]."""
-    return ((x - mean) / scale).clamp(-LARGEST_DEVIATION, LARGEST_DEVIATION)
+    return bounded((x - mean) / scale, -LARGEST_DEVIATION, LARGEST_DEVIATION)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -13,22 +13,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: A column whose arms differ by less than this share of its variance belongs to the request.
+from models.arrays import Array, cast, double, library_of
+from models.normalizer import winsorize
+from models.slates import Slates
+
+#: A column belongs to the request when its arms differ by less than this share of its variance, or of the size of its
+#: mean: a mean of equal numbers is not quite that number.
 SMALLEST_OWN_SHARE = 1e-6
+SMALLEST_OWN_SPREAD = 1e-5
 
 
-def on_offer(arms: Tensor, request: Tensor, requests: int) -> Tensor:
-    """For each arm, how many its request has and their mean: arms [N, d], request [N] → [N, 1 + d]."""
-    if requests == 1:
-        mean = arms.mean(0, keepdim=True)
-        return torch.cat([mean.new_full((1, 1), arms.shape[0]), mean], dim=1).expand(arms.shape[0], -1)
-    known = torch.cat([arms.new_ones(arms.shape[0], 1), arms], dim=1)
-    total = arms.new_zeros(requests, known.shape[1]).index_add_(0, request, known)
-    count = total[:, :1].clamp_min(1)
-    return torch.cat([count, total[:, 1:] / count], dim=1)[request]
+def on_offer(arms: Array, slates: Slates) -> Array:
+    """For each arm, how many its request has and their mean: arms [N, d] → [N, 1 + d]."""
+    library = library_of(arms)
+    padded = double(slates.padded(arms))  # [R, K, d]; sums may leave float32
+    count = slates.counts(padded)  # [R, 1]
+    known = cast(library.concatenate([count, padded.sum(1) / count], -1), arms)  # [R, 1 + d]
+    return slates.spread(known)
 
 
-def without_common(arms: Tensor, offer: Tensor, ratio: Tensor, centre: Tensor) -> Tensor:
+def without_common(arms: Array, offer: Array, ratio: Array, centre: Array) -> Array:
     """x − ĉ: arms [..., d], `on_offer` of them [..., 1 + d], τ²/σ² [d] and m [d] → [..., d]."""
     pull = offer[..., :1] * ratio
     return arms - pull / (pull + 1) * (offer[..., 1:] - centre)
@@ -36,15 +40,17 @@ def without_common(arms: Tensor, offer: Tensor, ratio: Tensor, centre: Tensor) -
 
 def common_ratio(arms: Tensor, offer: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(τ²/σ², m), both [d], from chosen arms [n, d], their offers [n, 1 + d] and what each counts [n]."""
-    x, offered, weight = arms.to(torch.float64), offer.to(torch.float64), weights.to(torch.float64).unsqueeze(-1)
-    count, means = offered[:, :1].clamp_min(1), offered[:, 1:]
-    total = weight.sum().clamp_min(1)
+    weight, tiny = weights.to(torch.float64).unsqueeze(-1), torch.finfo(torch.float64).tiny
+    count, real = offer[:, :1].to(torch.float64).clamp_min(1), weights > 0
+    # Drawn in, as the moments are: one absurd value must not decide what is common.
+    means = winsorize(offer[:, 1:], real)
+    away = winsorize(arms.to(torch.float64) - offer[:, 1:].to(torch.float64), real & (count[:, 0] > 1))
+    total = weight.sum().clamp_min(tiny)
     centre = (means * weight).sum(0) / total
     between = ((means - centre).square() * weight).sum(0) / total
     # An arm alone on offer says nothing of how arms differ; of k arms, one is 1 − 1/k of σ² away from their mean.
-    telling = weight * (1 - 1 / count)
-    own = ((x - means).square() * weight * (count > 1)).sum(0) / telling.sum().clamp_min(1e-9)
+    telling = (weight * (1 - 1 / count)).sum().clamp_min(tiny)
+    own = (away.square() * weight).sum(0) / telling
     common = (between - own * (weight / count).sum() / total).clamp_min(0)
-    describes_arm = own > SMALLEST_OWN_SHARE * (own + between)
-    ratio = torch.where(describes_arm, common / own.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-    return ratio, centre
+    least = SMALLEST_OWN_SHARE * (own + between) + (SMALLEST_OWN_SPREAD * centre).square()
+    return torch.where(own > least, common / own.clamp_min(tiny), 0.0), centre

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.groups import union_by_request
-from models.learner import Query, Scores, State, UserBatch, newest
+from models.learner import Arrays, Query, Scores, State, UserBatch, newest
 from models.metaban import MetaBanLearner, doubled
 from models.network import factor_norm, loss_gradient, output_factors
 from models.settings import MetaBanSettings
@@ -50,7 +50,7 @@ class PooledLearner(MetaBanLearner):
             "samples": torch.zeros_like(shared["theta"][0]),
         }
 
-    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+    def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         keep = self.settings.recent_samples
         index, valid = newest(batch.valid, keep)
         real = valid.to(self.dtype)  # [B, keep]
@@ -78,20 +78,21 @@ class PooledLearner(MetaBanLearner):
                 theta = theta - self.settings.meta_rate * gradient
         return {**derived, "theta": theta.squeeze(0)}
 
-    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
-        x = self.inputs(shared, query.arms)  # [N, d]
+    def score_briefed(self, outline: State, pool: Arrays, query: Query) -> Scores:
+        x = self.inputs(outline, query.arms)  # [N, d]
+        request = query.request
         mask = self.groups(pool, query, x)  # [N, P]
-        members = union_by_request(mask, query.request, query.requests)  # [R, P]
-        theta = self.adapt_meta(shared, pool, query, members)[query.request]  # [N, p]
+        members = union_by_request(mask, request, query.requests)  # [R, P]
+        theta = self.adapt_meta(outline, pool, query, members)[request]  # [N, p]
         mean, factors = output_factors(self.shape, theta, x)
         return Scores(
             mean,
             self.settings.alpha * factor_norm(factors),
-            (members.sum(-1) + 1)[query.request],
+            (members.sum(-1) + 1)[request],
             x.new_empty((x.shape[0], self.noted)),
         )
 
-    def adapt_meta(self, shared: State, pool: State, query: Query, members: Tensor) -> Tensor:
+    def adapt_meta(self, shared: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
         """J₂ steps of Θ on samples of each request's group, the other members bool [R, P] → [R, p]."""
         requests, users = members.shape
         held = torch.cat(

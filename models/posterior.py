@@ -16,26 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from models.arrays import Array, cast, chosen, double, library_of, on_device, plain, rectified
 from models.encoding import (
     ROWS_MAX,
     bins_for,
     centring,
     even_edges,
     pair_products,
+    pieces,
     piecewise,
     principal_directions,
     products_for,
     quantile_edges,
     turned_towards,
 )
-from models.judging import Beliefs, believe, count_agreeing, remember
-from models.learner import Learner, Query, Scores, State, UserBatch, newest
-from models.memory import FIRST_GAIN
+from models.judging import Beliefs, believe, count_agreeing, foretold, remember
+from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
+from models.memory import FIRST_GAIN, half_squares, in_radii
 from models.metaban import doubled
 from models.normalizer import Moments, standardize, winsorize
 from models.offer import common_ratio, on_offer, without_common
@@ -43,8 +45,10 @@ from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
+    ALONE,
     EMBEDDED,
     FADED,
+    TOGETHER,
     TRUNK,
     Samples,
     gain_of,
@@ -69,6 +73,8 @@ EM_STEPS_REFIT, EM_STEPS = 12, 2
 @final
 class PosteriorLearner(Learner):
     """Posterior heads on a shared trunk."""
+
+    knows_numpy = True
 
     def __init__(self, settings: PosteriorSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
         self.settings = settings
@@ -135,114 +141,136 @@ class PosteriorLearner(Learner):
         head = self._believed(shared, nothing(1, *self.fields["gram"]), nothing(1, self.head_size)).head
         return {**zeros, "head": head.squeeze(0).to(self.dtype), "since": shared["since"].to(self.dtype)}
 
-    def codes(self, shared: State, z: Tensor) -> Tensor:
+    def codes(self, shared: Arrays, z: Array) -> Array:
         """What the trunk sees of standardised inputs [..., d]."""
-        return torch.cat([z, piecewise(z, shared["edges"])], dim=-1) if self.bins else z
+        if not self.bins:
+            return z
+        begin, rate = shared["pieces"] if "pieces" in shared else pieces(shared["edges"])
+        return library_of(z).concatenate([z, piecewise(z, begin, rate)], -1)
 
-    def embedding(self, shared: State, heads: Tensor) -> Tensor:
+    def embedding(self, shared: Arrays, heads: Array) -> Array:
         """Who asks, to the trunk: users' mean heads [R, D] around the prior's, in its deviations → [R, e]."""
-        mean = shared["prior_mean"][: self.embedded].to(self.dtype)
-        deviation = shared["prior_covariance"].diagonal()[: self.embedded].sqrt().to(self.dtype)
-        away = (heads[:, : self.embedded] - mean) / deviation
-        return away.clamp(-EMBEDDING_REACH, EMBEDDING_REACH)
+        mean, covariance = shared["prior_mean"][: self.embedded], shared["prior_covariance"]
+        deviation = library_of(heads).sqrt(covariance.diagonal()[: self.embedded])
+        away = (heads[:, : self.embedded] - cast(mean, heads)) / cast(deviation, heads)
+        return away.clip(-EMBEDDING_REACH, EMBEDDING_REACH)
 
-    def heads(self, shared: State, z: Tensor, predicted: Tensor) -> Tensor:
+    def heads(self, shared: Arrays, z: Array, predicted: Array) -> Array:
         """h = [1, x, products of x where they are few, p]: z [..., d], predicted [...] → [..., D]."""
         x = z @ shared["directions"] if self.narrowed else z
-        parts = [torch.ones_like(x[..., :1]), x, predicted.unsqueeze(-1)]
+        h = library_of(z).empty((*x.shape[:-1], self.head_size), dtype=z.dtype, **on_device(z))
+        h[..., 0], h[..., 1 : 1 + self.seen], h[..., -1] = 1, x, predicted
         if self.products:
-            parts.insert(2, pair_products(x))
-        return torch.cat(parts, dim=-1)
+            h[..., 1 + self.seen : -1] = pair_products(x)
+        return h
 
-    def own_part(self, shared: State, raw: Tensor, offer: Tensor) -> Tensor:
+    def own_part(self, shared: Arrays, raw: Array, offer: Array) -> Array:
         """Raw inputs [..., d] without what they shared with the arms on offer [..., 1 + d], where that is looked at."""
         return without_common(raw, offer, shared["common_ratio"], shared["common_centre"]) if self.apart else raw
 
-    def standardized(self, shared: State, raw: Tensor, offer: Tensor) -> Tensor:
+    def standardized(self, shared: Arrays, raw: Array, offer: Array) -> Array:
         """The same in standard deviations."""
         return standardize(self.own_part(shared, raw, offer), shared["mean"], shared["scale"])
 
-    def offer(self, notes: Tensor) -> Tensor:
+    def offer(self, notes: Array) -> Array:
         """What was on offer, out of what was noted [..., q] → [..., 1 + d], or [..., 0] where that is not looked at."""
         return notes[..., self.offered_from :]
 
-    def batch_heads(self, shared: State, batch: UserBatch) -> Tensor:
+    def batch_heads(self, shared: Arrays, batch: UserBatch) -> Array:
         """h of a batch's samples [B, S, D]."""
         z = self.standardized(shared, batch.features, self.offer(batch.phi))
         return self.heads(shared, z, batch.phi[..., TRUNK])
 
-    def fit(self, shared: State, batch: UserBatch, previous: State) -> State:
+    def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         h = self.batch_heads(shared, batch)  # [B, S, D]
         weights = sample_weights(batch, shared["since"])  # [B, S]
         users = Statistics.of(h, batch.rewards, weights)
         index, real = newest(batch.valid, self.settings.memory_samples)
-        kept = h.gather(1, index.unsqueeze(-1).expand(-1, -1, self.head_size))
+        library = library_of(h)
         return {
-            "gram": users.gram.to(self.dtype),
-            "moment": users.moment.to(self.dtype),
-            "head": self._believed(shared, users.gram, users.moment).head.to(self.dtype),
-            "kept_heads": kept * real.unsqueeze(-1),
-            "kept_rewards": batch.rewards.gather(1, index) * real,
-            "kept_weights": weights.gather(1, index) * real,
-            "since": shared["since"].to(self.dtype).expand(h.shape[0]),
+            "gram": cast(users.gram, h),
+            "moment": cast(users.moment, h),
+            "head": cast(self._believed(shared, users.gram, users.moment).head, h),
+            "kept_heads": chosen(h, index[..., None]) * real[..., None],
+            "kept_rewards": chosen(batch.rewards, index) * real,
+            "kept_weights": chosen(weights, index) * real,
+            "since": cast(library.zeros(h.shape[0], **on_device(h)) + shared["since"], h),
         }
 
-    def _believed(self, shared: State, gram: Tensor, moment: Tensor) -> Beliefs:
-        groups = _groups(shared) if self.settings.groups else None
-        return believe(stored_prior(shared), groups, shared["guard"], gram, moment)
+    def _believed(self, shared: Arrays, gram: Array, moment: Array) -> Beliefs:
+        return believe(stored_prior(shared), self._groups(shared), shared["guard"], gram, moment)
 
-    def brief(self, shared: State, own: State) -> State:
+    def _groups(self, shared: Arrays) -> Groups | None:
+        if not self.settings.groups:
+            return None
+        pull, offset = shared["group_pull"], shared["group_offset"]
+        if not isinstance(offset, Tensor):  # a tensor may be on a GPU, which is not to be waited for
+            count = int((offset > NO_GROUP / 2).sum())
+            pull, offset = pull[:count], offset[:count]
+            if not count:
+                return None
+        return Groups(pull, offset, shared["group_share"])
+
+    def outline(self, shared: State, *, as_numpy: bool = False) -> dict[str, Any]:
+        arrays: dict[str, Any] = {name: plain(tensor) if as_numpy else tensor for name, tensor in shared.items()}
+        (first, offset), *rest = self.trunk.layers(shared["trunk"])
+        arms = first.shape[1] - self.embedded
+        # Transposed as they are needed, and who asks apart from what is asked about: that is the same for all arms.
+        layers = [(first[:, :arms].mT.contiguous(), offset), *((w.mT.contiguous(), b) for w, b in rest)]
+        asking = first[:, arms:].mT.contiguous()
+        return arrays | {
+            "layers": [(plain(w), plain(b)) for w, b in layers] if as_numpy else layers,
+            "asking": plain(asking) if as_numpy else asking,
+            "pieces": pieces(arrays["edges"]) if self.bins else None,
+        }
+
+    def brief(self, outline: Any, own: Arrays) -> Arrays:
+        library, like = library_of(own["gram"]), own["gram"]
         # Whoever has had no event since tastes changed: what they were fitted to has faded meanwhile.
-        weight = torch.where(own["since"] >= shared["since"], 1.0, FADED).to(self.dtype).unsqueeze(-1)  # [R, 1]
-        gram, moment = own["gram"] * weight.unsqueeze(-1), own["moment"] * weight
-        beliefs = self._believed(shared, gram.to(torch.float64), moment.to(torch.float64))
-        head = beliefs.head.to(self.dtype)
+        weight = cast(library.where(own["since"] >= outline["since"], 1.0, FADED), like)[:, None]  # [R, 1]
+        beliefs = self._believed(outline, double(own["gram"] * weight[..., None]), double(own["moment"] * weight))
+        embedding = self.embedding(outline, own["head"])
+        residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(beliefs.head, like)[..., None])[..., 0]
+        kept = in_radii(own["kept_heads"][..., 1 : 1 + self.seen], self.settings.memory_radius)
         return {
-            "alone": beliefs.alone.to(self.dtype),
-            "together": beliefs.together.to(self.dtype),
-            "head": head,
-            "covariance": beliefs.covariance.to(self.dtype),
-            "embedding": self.embedding(shared, own["head"]),
-            "kept_inputs": own["kept_heads"][..., 1 : 1 + self.seen],
-            "kept_residuals": own["kept_rewards"] - (own["kept_heads"] @ head.unsqueeze(-1)).squeeze(-1),
-            "kept_weights": own["kept_weights"] * weight,
+            "heads": cast(library.stack([beliefs.alone, beliefs.together, beliefs.head], -1), like),  # [R, D, 3]
+            "covariance": cast(beliefs.covariance(), like),
+            "embedding": embedding,
+            "asked": embedding @ outline["asking"] + outline["layers"][0][1],
+            "kept_inputs": kept,
+            "kept_squares": half_squares(kept),
+            "kept_residuals": double(residuals),
+            "kept_weights": double(own["kept_weights"] * weight),
         }
 
-    def score_briefed(self, shared: State, pool: State, query: Query) -> Scores:
-        own, request = query.own, query.request
-        offer = on_offer(query.arms, request, query.requests) if self.apart else query.arms[:, :0]
-        z = self.standardized(shared, query.arms, offer)  # [N, d]
-        asking = own["embedding"][request]  # [N, e]
+    def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
+        own, slates, library = query.own, query.slates, library_of(query.arms)
+        offer = on_offer(query.arms, slates) if self.apart else query.arms[:, :0]
+        z = self.standardized(outline, query.arms, offer)  # [N, d]
+        notes = library.empty((z.shape[0], self.noted), dtype=z.dtype, **on_device(z))
+        notes[:, EMBEDDED : self.offered_from], notes[:, self.offered_from :] = slates.spread(own["embedding"]), offer
         if self.settings.trunk:
-            x = torch.cat([self.codes(shared, z), asking], dim=-1)
-            predicted = self.trunk.predict(shared["trunk"], x)  # [N]
+            predicted = foretold(outline["layers"], self.codes(outline, z), slates.spread(own["asked"]))  # [N]
         else:
-            predicted = torch.zeros_like(z[:, 0])
+            predicted = library.zeros_like(z[:, 0])
         if not self.settings.heads:
-            nobody = torch.ones_like(predicted, dtype=torch.int64)
-            phi = torch.cat([predicted.unsqueeze(-1).expand(-1, EMBEDDED), asking, offer], dim=-1)
-            return Scores(predicted, torch.zeros_like(predicted), nobody, phi)
-        h = self.heads(shared, z, predicted)  # [N, D]
-        heads = torch.stack([own["alone"], own["together"], own["head"]], dim=-1)  # [R, D, 3]
-        if query.requests == 1:  # products instead of gathered matrices
-            said, away = h @ heads[0], h @ own["covariance"][0]
-        else:
-            said = (h.unsqueeze(1) @ heads[request]).squeeze(1)  # [N, 3]
-            away = (h.unsqueeze(1) @ own["covariance"][request]).squeeze(1)  # [N, D]
-        alone, together, mean = said.unbind(-1)
-        variance = (away * h).sum(-1).clamp_min(0)
-        reach = self.settings.nu * variance.sqrt()
-        group_size = count_agreeing(pool["head"], h, mean, reach, query.own_row[request])
+            nobody = library.ones(z.shape[0], dtype=library.int64, **on_device(z))
+            notes[:, :EMBEDDED] = predicted[:, None]
+            return Scores(predicted, 0 * predicted, nobody, notes)
+        h = self.heads(outline, z, predicted)  # [N, D]
+        side_by_side = slates.padded(h)  # [R, K, D]
+        said = slates.flat(side_by_side @ own["heads"])  # [N, 3]
+        variance = rectified(slates.flat(((side_by_side @ own["covariance"]) * side_by_side).sum(-1)))
+        notes[:, TRUNK], notes[:, ALONE : TOGETHER + 1] = predicted, said[:, :2]
+        mean = said[:, 2]
+        reach = self.settings.nu * library.sqrt(variance)
+        group_size = count_agreeing(pool["head"], h, mean, reach, slates.spread(query.own_row))
         if self.settings.memory:
-            gain, noise = shared["gain"].to(self.dtype), shared["noise"].to(self.dtype)
-            correction, left = remember(h[:, 1 : 1 + self.seen], request, own, gain, self.settings.memory_radius)
-            mean, variance = mean + correction, torch.addcmul(variance, left, noise)
-        return Scores(
-            mean,
-            variance.sqrt() * self.settings.alpha,
-            group_size,
-            torch.column_stack([predicted, alone, together, asking, offer]),
-        )
+            correction, left = remember(
+                h[:, 1 : 1 + self.seen], slates, own, outline["gain"], self.settings.memory_radius
+            )
+            mean, variance = mean + correction, variance + cast(outline["noise"] * left, variance)
+        return Scores(mean, self.settings.alpha * library.sqrt(variance), group_size, notes)
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         wait = max(self.settings.epoch_events, int(self.settings.epoch_growth * total_events))
@@ -340,7 +368,7 @@ class PosteriorLearner(Learner):
         }
 
 
-def stored_prior(shared: State) -> Prior:
+def stored_prior(shared: Arrays) -> Prior:
     """The prior of an epoch."""
     return Prior(shared["prior_mean"], shared["prior_covariance"], shared["prior_precision"], shared["noise"])
 
@@ -352,7 +380,3 @@ def _stored(prior: Prior) -> State:
         "prior_precision": prior.precision,
         "noise": prior.noise,
     }
-
-
-def _groups(shared: State) -> Groups:
-    return Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])

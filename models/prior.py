@@ -18,6 +18,8 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from models.arrays import Array, double, inverse, softmax
+
 #: Variance of a coefficient that nobody has shown anything of, as a share of σ², and how many users that weighs.
 UNSEEN_SPREAD = 0.04
 UNSEEN_USERS = 2.0
@@ -42,11 +44,11 @@ class Statistics:
     events: Tensor
 
     @classmethod
-    def of(cls, heads: Tensor, rewards: Tensor, weight: Tensor) -> Self:
+    def of(cls, heads: Array, rewards: Array, weight: Array) -> Self:
         """From head inputs [U, S, D], rewards [U, S], and a weight [U, S] that is 0 for padding."""
-        h, r, w = heads.to(torch.float64), rewards.to(torch.float64), weight.to(torch.float64)
-        weighted = h * w.unsqueeze(-1)
-        return cls(weighted.mT @ h, (weighted * r.unsqueeze(-1)).sum(1), (w * r.square()).sum(1), w.sum(1))
+        h, r, w = double(heads), double(rewards), double(weight)
+        weighted = (h * w[..., None]).mT  # [U, D, S]
+        return cls(weighted @ h, (weighted @ r[..., None])[..., 0], (w * r * r).sum(1), w.sum(1))
 
     @classmethod
     def joined(cls, parts: list[Statistics]) -> Statistics:
@@ -91,10 +93,10 @@ class Prior:
         covariance = inverse(gram / self.noise + self.precision)
         return self.mean_under(covariance, moment), covariance
 
-    def mean_under(self, covariance: Tensor, moment: Tensor) -> Tensor:
+    def mean_under(self, covariance: Array, moment: Array) -> Array:
         """The posterior's mean [..., D], when its covariance is known."""
         natural = moment / self.noise + self.precision @ self.mean
-        return (covariance @ natural.unsqueeze(-1)).squeeze(-1)
+        return (covariance @ natural[..., None])[..., 0]
 
     def improved(self, users: Statistics) -> Prior:
         """One step of EM."""
@@ -108,11 +110,6 @@ class Prior:
         unseen = torch.eye(centre.shape[0], dtype=mean.dtype, device=mean.device) * (UNSEEN_SPREAD * noise)
         spread = (covariance.sum(0) + away.mT @ away + UNSEEN_USERS * unseen) / (count + UNSEEN_USERS)
         return Prior.of(centre, (spread + spread.mT) / 2, noise)
-
-
-def inverse(matrix: Tensor) -> Tensor:
-    """Of symmetric positive definite matrices [..., D, D]."""
-    return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
 
 
 @final
@@ -141,15 +138,15 @@ class Groups:
         """Whether there are any [] bool."""
         return self.offset.max() > NO_GROUP / 2
 
-    def beliefs(self, covariance: Tensor, known: Tensor) -> Tensor:
+    def beliefs(self, covariance: Array, known: Array) -> Array:
         """How likely each group is [R, Q], for users with b/σ² [R, D] and covariance (A/σ² + Σ⁻¹/κ)⁻¹ [R, D, D]."""
         # ½ aᵀPa with a = known + pull; the part without pull is the same for all groups.
-        drawn = (covariance @ known.unsqueeze(-1)).mT + 0.5 * (self.pull @ covariance)  # [R, Q, D]
-        return torch.softmax((drawn * self.pull).sum(-1) + self.offset, dim=-1)
+        drawn = (covariance @ known[..., None]).mT + 0.5 * (self.pull @ covariance)  # [R, Q, D]
+        return softmax((drawn * self.pull).sum(-1) + self.offset)
 
-    def head(self, covariance: Tensor, known: Tensor, belief: Tensor) -> Tensor:
+    def head(self, covariance: Array, known: Array, belief: Array) -> Array:
         """The users' mean heads [R, D] under these beliefs."""
-        return (covariance @ (known + belief @ self.pull).unsqueeze(-1)).squeeze(-1)
+        return (covariance @ (known + belief @ self.pull)[..., None])[..., 0]
 
 
 def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int) -> Groups:

@@ -12,6 +12,7 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
+from models.arrays import Array, cast, library_of
 from models.learner import UserBatch
 from models.memory import FIRST_GAIN, GAINS, foresight
 from models.prior import Prior, Statistics
@@ -31,10 +32,10 @@ CHANGE_ERRORS: Final = 6.0
 FADED: Final = 0.05
 
 
-def sample_weights(batch: UserBatch, since: Tensor) -> Tensor:
+def sample_weights(batch: UserBatch, since: Array) -> Array:
     """What each sample counts [B, S]: 0 for padding, FADED before the last change of tastes, otherwise 1."""
-    faded = torch.where(batch.epochs >= since, 1.0, FADED)
-    return (faded * batch.valid).to(batch.rewards.dtype)
+    faded = library_of(batch.epochs).where(batch.epochs >= since, 1.0, FADED)
+    return cast(faded * batch.valid, batch.rewards)
 
 
 @final

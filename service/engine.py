@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import numpy as np
 import structlog
-import torch
 
 from models.device import choose_device
-from models.exploration import build_policy, decision_generator, draw_slate
+from models.exploration import build_policy, decision_draws, draw_slate
 from models.features import FeatureError, FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import LearnerSettings, stored_settings
+from models.threads import use_threads
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
@@ -71,7 +71,7 @@ class Engine:
     @classmethod
     def from_settings(cls, settings: Settings, redis_url: str, metrics: Metrics) -> Self:
         """An engine that has not connected yet."""
-        torch.set_num_threads(settings.torch_threads)
+        use_threads(settings.torch_threads)
         return cls(settings, redis_url, metrics)
 
     async def start(self) -> None:
@@ -121,8 +121,8 @@ class Engine:
             raise InvalidInput(
                 ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
             )
-        generator = decision_generator(self._record.seed, decision_id)
-        slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, generator)
+        draws = decision_draws(self._record.seed, decision_id)
+        slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, draws)
         decision = Decision(
             decision_id=decision_id,
             user_id=command.user_id,

@@ -18,7 +18,7 @@ from typing import TypeVar, final
 import structlog
 
 from service.metrics import Metrics
-from service.served import ServedModel
+from service.served import BRIEFS_A_TURN, ServedModel
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreError, StoreUnavailable
 from store.users import UpdateEntry, UserState, UserStore
@@ -69,6 +69,7 @@ class Replica:
         self._cursors: dict[int, str] = {}
         self._adopting = asyncio.Lock()
         self._epoch_changed = asyncio.Condition()
+        self._briefing: asyncio.Task[None] | None = None
 
     @property
     def healthy(self) -> bool:
@@ -94,6 +95,8 @@ class Replica:
             # Before Python 3.12 a cancellation may get lost in `asyncio.wait_for`, below the driver: hence the flag.
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._briefing is not None:
+            await self._briefing
 
     async def ensure(self, user: str) -> UserState | None:
         """Have a user's state at hand if they have one; what had to be loaded for it."""
@@ -237,7 +240,17 @@ class Replica:
         early = {state.user_id for state in states if state.epoch > served}
         if ready:
             await self._run(lambda: self._model.put(ready))
+            self._brief_soon()
         return early
+
+    def _brief_soon(self) -> None:
+        """Have the model prepare for whoever is likely to ask next, a few users at a time between requests."""
+        if self._briefing is None or self._briefing.done():
+            self._briefing = asyncio.create_task(self._brief_all(), context=Context())
+
+    async def _brief_all(self) -> None:
+        while await self._run(lambda: self._model.refresh(BRIEFS_A_TURN)) and not self._stopping:
+            pass
 
     async def _resync(self, partition: int) -> None:
         """Compare versions with the store's, and load what differs."""
@@ -270,6 +283,7 @@ class Replica:
             if not await self._run(lambda: self._swap(epoch, states)):
                 log.error("epoch refused", number=epoch.number, reason="not finite; the one before stays served")
                 return
+            self._brief_soon()
             self._metrics.served_epoch.set(epoch.number)
             await self._serve_deferred()
             log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))

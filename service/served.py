@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from models.arrays import Array, library_of, numpy_kind, plain
 from models.bank import UserBank
-from models.learner import Learner, Query, State
+from models.learner import Arrays, Learner, Query, State
+from models.slates import Slates
 from store.users import UserState
 
 #: Users whose briefs are kept between requests; the oldest go first.
 BRIEFS_MAX = 4_096
+#: Users briefed between two batches of requests.
+BRIEFS_A_TURN = 64
 
 
 @final
@@ -79,12 +84,20 @@ class ServedModel:
         self._pool_max = pool_max
         self._guests_max = guests_max
         self._shared: State = {name: tensor.to(device) for name, tensor in learner.initial_shared().items()}
+        #: On a CPU whoever can judges in numpy.
+        self._in_numpy = learner.knows_numpy and device.type == "cpu"
+        self._kind = numpy_kind(learner.dtype)
         self._newborn = learner.newborn(self._shared)
+        self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
         self._members: frozenset[str] = frozenset()
         self._pool = UserBank(learner.fields, learner.dtype, device)
         self._guests: OrderedDict[str, tuple[State, int]] = OrderedDict()
         self._standing: dict[str, Standing] = {}
-        self._briefs: dict[str, tuple[tuple[Standing, int], State]] = {}
+        #: What was worked out of users lately, and with which state and epoch; and whose is out of date.
+        self._briefs: OrderedDict[str, tuple[tuple[Standing, int], Arrays]] = OrderedDict()
+        self._stale: dict[str, None] = {}
+        self._stranger: Arrays | None = None
+        self._plain_view: tuple[State, Arrays] | None = None
 
     def __len__(self) -> int:
         return len(self._standing)
@@ -114,8 +127,10 @@ class ServedModel:
             return False
         self._shared = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in tensors.items()}
         self._newborn = self.learner.newborn(self._shared)
+        self._outline = self.learner.outline(self._shared, as_numpy=self._in_numpy)
         self.epoch_number, self.epoch_events = number, events
-        self._briefs.clear()
+        self._stranger = None
+        self._stale = dict.fromkeys(reversed(self._briefs))  # asked about last, briefed first
         self._members = frozenset(members)
         if self._members:
             for user in [user for user in self._pool.users if user not in self._members]:
@@ -132,6 +147,8 @@ class ServedModel:
         for state in states:
             if self._acceptable(state):
                 self._standing[state.user_id] = Standing.of(state)
+                if state.user_id in self._briefs:
+                    self._stale[state.user_id] = None
                 if state.user_id in pooled or self._into_pool(state.user_id, len(pooled)):
                     pooled[state.user_id] = state
                 else:
@@ -148,70 +165,106 @@ class ServedModel:
         self._guests.pop(user, None)
         self._standing.pop(user, None)
         self._briefs.pop(user, None)
+        self._stale.pop(user, None)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
         """Judge the arms of several requests in one pass."""
-        counts = [request.inputs.shape[0] for request in requests]
-        own = [self._own(request) for request in requests]
-        briefs = self._briefed(requests, own)
+        sizes = [request.inputs.shape[0] for request in requests]
+        asking = [self._brief_of(request) for request in requests]
         arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
         query = Query(
-            arms=torch.from_numpy(arms).to(self._device, self.learner.dtype),
-            request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)).to(self._device),
-            own=briefs[0]
-            if len(briefs) == 1
-            else {name: torch.cat([row[name] for row in briefs]) for name in briefs[0]},
-            own_row=torch.tensor([self._row(request.user_id) for request in requests], device=self._device),
-            own_events=torch.tensor([events for _, events in own], dtype=torch.int64, device=self._device),
+            arms=self._given(arms.astype(self._kind, copy=False)),
+            slates=Slates(sizes),
+            own=_joined([brief for brief, _ in asking]),
+            own_row=self._given(np.array([self._row(request.user_id) for request in requests])),
+            own_events=self._given(np.array([events for _, events in asking])),
         )
-        with torch.inference_mode():
-            scores = self.learner.score_briefed(self._shared, self._pool.view(), query)
-        mean, bonus = scores.mean.cpu().double().numpy(), scores.bonus.cpu().double().numpy()
-        sizes, phi = scores.group_size.cpu().numpy(), scores.phi.cpu().float().numpy()
-        ends = np.cumsum(counts)
-        return [
-            ArmScores(mean[start:end], bonus[start:end], sizes[start:end], phi[start:end], events, self.epoch_number)
-            for start, end, (_, events) in zip([0, *ends[:-1]], ends, own, strict=True)
-        ]
+        with nullcontext() if self._in_numpy else torch.inference_mode():
+            scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
+        mean, bonus = self._taken(scores.mean, np.float64), self._taken(scores.bonus, np.float64)
+        group_size, phi = self._taken(scores.group_size, np.int64), self._taken(scores.phi, np.float32)
+        found, end = [], 0
+        for size, (_, events) in zip(sizes, asking, strict=True):
+            part, end = slice(end, end + size), end + size
+            found.append(ArmScores(mean[part], bonus[part], group_size[part], phi[part], events, self.epoch_number))
+        return found
 
-    def _briefed(self, requests: Sequence[ScoreRequest], own: Sequence[tuple[State, int]]) -> list[State]:
-        """The briefs of asking users, each [1, …]; worked out for whoever has none of this state and epoch."""
-        standings = [self._standing.get(request.user_id) for request in requests]
-        held = [self._briefs.get(request.user_id) for request in requests]
-        found = [
-            old[1] if old is not None and standing is not None and old[0] == (standing, self.epoch_number) else None
-            for old, standing in zip(held, standings, strict=True)
-        ]
-        missing = [place for place, brief in enumerate(found) if brief is None]
-        if missing:
-            states = {name: torch.stack([own[place][0][name] for place in missing]) for name in self.learner.fields}
-            with torch.inference_mode():
-                made = self.learner.brief(self._shared, states)
-            for row, place in enumerate(missing):
-                brief = {name: tensor[row : row + 1] for name, tensor in made.items()}
-                found[place] = brief
-                standing = standings[place]
-                if standing is not None:
-                    self._briefs[requests[place].user_id] = (standing, self.epoch_number), brief
-            while len(self._briefs) > BRIEFS_MAX:
-                del self._briefs[next(iter(self._briefs))]
-        return [brief for brief in found if brief is not None]
+    def refresh(self, most: int) -> int:
+        """Brief again at most so many of those asked about lately whose state or epoch has changed; how many are left.
+
+        Who is asked about is likely to be asked about again. Done between requests, this spares the next one the work;
+        a request that comes first does it itself.
+        """
+        users = [user for user, _ in zip(self._stale, range(most), strict=False)]
+        for user in users:
+            del self._stale[user]
+        held = [user for user in users if user in self._standing]
+        if held:
+            states = [self._own(user) for user in held]
+            for user, brief in zip(held, self._briefs_of(states), strict=True):
+                self._keep(user, brief)
+        return len(self._stale)
+
+    def _brief_of(self, request: ScoreRequest) -> tuple[Arrays, int]:
+        """The brief [1, …] and events of an asking user, who may be new."""
+        user = request.user_id
+        standing = self._standing.get(user)
+        if standing is None:
+            if request.loaded is not None and self._fits(request.loaded):
+                return self._briefs_of([self._on_device(request.loaded)])[0], request.loaded.version
+            if self._stranger is None:
+                self._stranger = self._briefs_of([self._newborn])[0]
+            return self._stranger, 0
+        if user in self._guests:
+            self._guests.move_to_end(user)
+        kept = self._briefs.get(user)
+        if kept is not None and kept[0] == (standing, self.epoch_number):
+            return kept[1], standing.version
+        brief = self._briefs_of([self._own(user)])[0]
+        self._keep(user, brief)
+        self._stale.pop(user, None)
+        return brief, standing.version
+
+    def _keep(self, user: str, brief: Arrays) -> None:
+        self._briefs[user] = (self._standing[user], self.epoch_number), brief
+        self._briefs.move_to_end(user)
+        while len(self._briefs) > BRIEFS_MAX:
+            dropped, _ = self._briefs.popitem(last=False)
+            self._stale.pop(dropped, None)
+
+    def _briefs_of(self, states: Sequence[State]) -> list[Arrays]:
+        """What judging needs of users with these states, each [1, …]."""
+        stacked: Arrays = {name: torch.stack([state[name] for state in states]) for name in self.learner.fields}
+        if self._in_numpy:
+            stacked = {name: plain(tensor) for name, tensor in stacked.items()}
+        with torch.inference_mode():
+            made = self.learner.brief(self._outline, stacked)
+        return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
+
+    def _pool_view(self) -> Arrays:
+        view = self._pool.view()
+        if not self._in_numpy:
+            return view
+        if self._plain_view is None or self._plain_view[0] is not view:
+            self._plain_view = view, {name: plain(tensor) for name, tensor in view.items()}
+        return self._plain_view[1]
+
+    def _given(self, array: NDArray[Any]) -> Array:
+        """An array as the learner takes it."""
+        return array if self._in_numpy else torch.from_numpy(array).to(self._device)
+
+    def _taken(self, array: Array, kind: type[np.generic]) -> NDArray[Any]:
+        """An array that the learner gave."""
+        found: NDArray[Any] = array if self._in_numpy else array.cpu().numpy()
+        return found.astype(kind, copy=False)
 
     def _row(self, user: str) -> int:
         row = self._pool.row(user)
         return -1 if row is None else row
 
-    def _own(self, request: ScoreRequest) -> tuple[State, int]:
-        """The state and events of an asking user, who may be new."""
-        user = request.user_id
-        if user in self._pool:
-            return self._pool.state(user), self._pool.events(user)
-        if user in self._guests:
-            self._guests.move_to_end(user)
-            return self._guests[user]
-        if request.loaded is not None and self._fits(request.loaded):
-            return self._on_device(request.loaded), request.loaded.version
-        return self._newborn, 0
+    def _own(self, user: str) -> State:
+        """The state of a user who is held."""
+        return self._pool.state(user) if user in self._pool else self._guests[user][0]
 
     def _acceptable(self, state: UserState) -> bool:
         """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
@@ -242,3 +295,10 @@ class ServedModel:
             name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
             for name in self.learner.fields
         }
+
+
+def _joined(briefs: Sequence[Arrays]) -> Arrays:
+    """Briefs [1, …] of several users, each field [R, …]."""
+    if len(briefs) == 1:
+        return briefs[0]
+    return {name: library_of(first).concatenate([brief[name] for brief in briefs]) for name, first in briefs[0].items()}

@@ -13,10 +13,10 @@ from typing import Literal, final
 from uuid import uuid4
 
 import structlog
-import torch
 import uvloop
 
 from models.device import choose_device
+from models.threads import use_threads
 from store.connection import check_server, connect
 from store.epochs import EpochStore
 from store.errors import StoreReset, StoreUnavailable
@@ -48,7 +48,7 @@ class WorkerSettings:
 
 def run_worker(redis_url: str, settings: WorkerSettings) -> None:
     """Work until SIGTERM or SIGINT; the batch at hand is finished first."""
-    torch.set_num_threads(settings.torch_threads)
+    use_threads(settings.torch_threads)
     uvloop.run(_run(redis_url, settings))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import final
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.learner import Learner, State, UserBatch
+from models.arrays import Array, numpy_kind, plain
+from models.learner import Arrays, Learner, State, UserBatch
 from store.codec import Sample
 
 #: Users fitted in one tensor program; more are fitted in turn, which bounds memory.
@@ -44,6 +45,16 @@ class Fitted:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Prior:
+    """A shared state, as the learner takes it, and the state of a new user under it."""
+
+    of: State
+    shared: Arrays
+    newborn: State
+
+
+@final
 class Trainer:
     """Runs a learner's user adaptation on a device."""
 
@@ -51,61 +62,67 @@ class Trainer:
         self.learner = learner
         self.device = device
         self._user_weight = user_weight
-        self._born: tuple[State, State] | None = None
+        #: On a CPU whoever can fits in numpy.
+        self._in_numpy = learner.knows_numpy and device.type == "cpu"
+        self._known: _Prior | None = None
 
-    def batch(self, pupils: Sequence[Pupil]) -> UserBatch:
+    def batch(self, pupils: Sequence[Pupil], *, as_numpy: bool = False) -> UserBatch:
         """Samples side by side, padded to the longest user; there is a column even when nobody has any."""
         longest = max((len(pupil.samples) for pupil in pupils), default=0) or 1
-        features = np.zeros((len(pupils), longest, self.learner.inputs_expected), dtype=np.float32)
-        phi = np.zeros((len(pupils), longest, self.learner.noted), dtype=np.float32)
-        rewards = np.zeros((len(pupils), longest), dtype=np.float64)
-        valid = np.zeros((len(pupils), longest), dtype=np.bool_)
-        epochs = np.zeros((len(pupils), longest), dtype=np.int64)
-        for row, pupil in enumerate(pupils):
-            count = len(pupil.samples)
+        shape, kind = (len(pupils), longest), numpy_kind(self.learner.dtype)
+        features = np.zeros((*shape, self.learner.inputs_expected), dtype=kind)
+        phi = np.zeros((*shape, self.learner.noted), dtype=kind)
+        rewards, epochs = np.zeros(shape, dtype=kind), np.zeros(shape, dtype=np.int64)
+        counts = np.array([len(pupil.samples) for pupil in pupils], dtype=np.int64)
+        for row, (pupil, count) in enumerate(zip(pupils, counts.tolist(), strict=True)):
             if not count:
                 continue
-            features[row, :count] = [sample.features for sample in pupil.samples]
-            phi[row, :count] = [sample.phi for sample in pupil.samples]
-            rewards[row, :count] = [sample.reward for sample in pupil.samples]
-            epochs[row, :count] = [sample.epoch for sample in pupil.samples]
-            valid[row, :count] = True
-        dtype = self.learner.dtype
+            samples = pupil.samples
+            np.stack([sample.features for sample in samples], out=features[row, :count], casting="same_kind")
+            np.stack([sample.phi for sample in samples], out=phi[row, :count], casting="same_kind")
+            rewards[row, :count] = [sample.reward for sample in samples]
+            epochs[row, :count] = [sample.epoch for sample in samples]
+        given: Callable[[np.ndarray], Array] = (lambda array: array) if as_numpy else self._tensor
         return UserBatch(
-            features=self._tensor(features).to(dtype),
-            rewards=self._tensor(rewards).to(dtype),
-            valid=self._tensor(valid),
-            events=self._tensor(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
-            draw=self._tensor(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
-            phi=self._tensor(phi).to(dtype),
-            epochs=self._tensor(epochs),
-            weight=torch.full((len(pupils),), self._user_weight, dtype=dtype, device=self.device),
+            features=given(features),
+            rewards=given(rewards),
+            valid=given(np.arange(longest) < counts[:, None]),
+            events=given(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
+            draw=given(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
+            phi=given(phi),
+            epochs=given(epochs),
+            weight=given(np.full(len(pupils), self._user_weight, dtype=kind)),
         )
 
     def fit(self, shared: State, pupils: Sequence[Pupil]) -> Fitted:
         """Fit every pupil from the shared state; a learner that turns non-finite is put back to the prior."""
-        newborn = self._newborn(shared)
+        prior = self._prior(shared)
         states: list[dict[str, np.ndarray]] = []
         quarantined: list[str] = []
         with torch.inference_mode():
             for start in range(0, len(pupils), USERS_PER_FIT):
                 part = pupils[start : start + USERS_PER_FIT]
-                fitted = self.learner.fit(shared, self.batch(part), self._previous(newborn, part))
-                finite = [tensor.isfinite().reshape(len(part), -1).all(1) for tensor in fitted.values()]
-                sound = torch.stack(finite).all(0)  # [B]
-                quarantined += [pupil.user_id for pupil, ok in zip(part, sound.tolist(), strict=True) if not ok]
-                fitted = {
-                    name: torch.where(_columns(sound, tensor), tensor, newborn[name]) for name, tensor in fitted.items()
-                }
-                states += _rows(fitted, len(part))
+                previous = self._previous(prior.newborn, part) if self.learner.continues else {}
+                batch = self.batch(part, as_numpy=self._in_numpy)
+                fitted = self.learner.fit(prior.shared, batch, previous)
+                arrays = {name: array if self._in_numpy else array.cpu().numpy() for name, array in fitted.items()}
+                sound = np.all([_finite_rows(array) for array in arrays.values()], axis=0).tolist()  # [B]
+                for row, pupil in enumerate(part):
+                    state = {name: np.asarray(array[row]) for name, array in arrays.items()}
+                    if not sound[row]:
+                        quarantined.append(pupil.user_id)
+                        state = {name: tensor.cpu().numpy() for name, tensor in prior.newborn.items()}
+                    states.append(state)
         return Fitted(states, tuple(quarantined))
 
-    def _newborn(self, shared: State) -> State:
-        """The prior that a shared state gives, worked out once for each: shared states are replaced, never changed."""
-        if self._born is None or self._born[0] is not shared:
+    def _prior(self, shared: State) -> _Prior:
+        """What a shared state is to a fit, worked out once for each: shared states are replaced, never changed."""
+        if self._known is None or self._known.of is not shared:
             with torch.inference_mode():
-                self._born = shared, self.learner.newborn(shared)
-        return self._born[1]
+                newborn = self.learner.newborn(shared)
+            given = {name: plain(tensor) for name, tensor in shared.items()} if self._in_numpy else shared
+            self._known = _Prior(shared, given, newborn)
+        return self._known
 
     def _previous(self, newborn: State, pupils: Sequence[Pupil]) -> State:
         def stack(name: str, start: Tensor) -> Tensor:
@@ -126,11 +143,7 @@ def _draw(pupil: Pupil) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _columns(rows: Tensor, like: Tensor) -> Tensor:
-    """[B] shaped to broadcast against [B, …]."""
-    return rows.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _rows(states: State, count: int) -> list[dict[str, np.ndarray]]:
-    arrays = {name: tensor.cpu().numpy() for name, tensor in states.items()}
-    return [{name: np.asarray(array[row]) for name, array in arrays.items()} for row in range(count)]
+def _finite_rows(array: np.ndarray) -> np.ndarray:
+    """Which rows of [B, …] hold numbers only [B]."""
+    rows: np.ndarray = np.isfinite(array).reshape(len(array), -1).all(1)
+    return rows

@@ -24,10 +24,11 @@ from bench.methods import LearnerMethod, Question, build_method, unavailable
 from bench.populations import Crowd, Disagreement, PaperPopulation, check_decision, random_arms
 from bench.report import Report
 from bench.roofline import Machine, bound_of, bytes_a_user, decision_parts
-from bench.timing import Race, Side, one_thread, take_turns
+from bench.timing import Race, Side, take_turns
 from models.features import assemble
 from models.posterior import PosteriorLearner
 from models.settings import PosteriorSettings
+from models.threads import one_thread
 from models.upkeep import ALONE, TOGETHER
 from service.served import ScoreRequest
 from tests.models.literal import LiteralMetaBan, LiteralSettings

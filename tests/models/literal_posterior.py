@@ -27,6 +27,8 @@ class LiteralShared:
     scale: Array  # [d]
     edges: Array | None  # [d, bins + 1]
     directions: Array | None  # [d, c]
+    common_ratio: Array | None  # τ²/σ² [d], where what a request's arms have in common is taken out of them
+    common_centre: Array | None  # m [d]
     trunk: list[tuple[Array, Array]]  # weights [rows, columns] and offsets [rows] of each layer
     prior_mean: Array  # μ [D]
     prior_covariance: Array  # Σ [D, D]
@@ -55,10 +57,18 @@ class LiteralSettings:
 
 
 @dataclass(frozen=True)
+class LiteralShown:
+    """An arm's inputs, and the offer that it was part of: how many arms, then their mean."""
+
+    raw: Array  # [d]
+    offer: list[float]  # 1 + d numbers, read only where common parts are taken out
+
+
+@dataclass(frozen=True)
 class LiteralSample:
     """A reward, the arm it was for, the trunk's prediction noted when the arm was chosen, and the epoch of that."""
 
-    raw: Array
+    arm: LiteralShown
     noted: float
     reward: float
     epoch: int
@@ -75,6 +85,34 @@ class LiteralArm:
     distances: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
+def shown(arms: Sequence[Array]) -> list[LiteralShown]:
+    """The arms of one request."""
+    means = [sum(float(arm[column]) for arm in arms) / len(arms) for column in range(len(arms[0]))]
+    return [LiteralShown(arm, [float(len(arms)), *means]) for arm in arms]
+
+
+def literal_ratio(arms: Array, offers: Array, weights: Sequence[float]) -> tuple[list[float], list[float]]:
+    """(τ²/σ², m) of each column, from chosen arms [n, d] and their offers [n, 1 + d]."""
+    ratios, centres = [], []
+    everything = sum(weights)
+    for column in range(arms.shape[1]):
+        rows = [(arm[column], offer[0], offer[1 + column]) for arm, offer in zip(arms, offers, strict=True)]
+        centre = sum(weight * mean for weight, (_, _, mean) in zip(weights, rows, strict=True)) / everything
+        # E (x̄ − m)² = τ² + σ²/k, and E (x − x̄)² = (1 − 1/k)·σ².
+        between = own = share_of_own = degrees = 0.0
+        for weight, (x, count, mean) in zip(weights, rows, strict=True):
+            between += weight * (mean - centre) ** 2 / everything
+            share_of_own += weight / count / everything
+            if count > 1:
+                own += weight * (x - mean) ** 2
+                degrees += weight * (1 - 1 / count)
+        own = own / degrees if degrees else 0.0
+        common = max(0.0, between - own * share_of_own)
+        ratios.append(common / own if own > 1e-6 * (own + between) else 0.0)
+        centres.append(centre)
+    return ratios, centres
+
+
 class LiteralPosterior:
     """`fit` and `score` of the default learner."""
 
@@ -84,9 +122,18 @@ class LiteralPosterior:
 
     # -- inputs
 
-    def standardized(self, raw: Array) -> Array:
-        """In standard deviations, cut off at 10."""
-        z = [(x - m) / s for x, m, s in zip(raw, self.shared.mean, self.shared.scale, strict=True)]
+    def own_part(self, arm: LiteralShown) -> Array:
+        """x − E[c | x̄], where c is the request's effect, Cov(c, x̄) = τ² and Var x̄ = τ² + σ²/k."""
+        shared = self.shared
+        if shared.common_ratio is None or shared.common_centre is None:
+            return arm.raw
+        count, *means = arm.offer
+        columns = zip(arm.raw, means, shared.common_ratio, shared.common_centre, strict=True)
+        return np.array([x - ratio / (ratio + 1 / count) * (mean - centre) for x, mean, ratio, centre in columns])
+
+    def standardized(self, arm: LiteralShown) -> Array:
+        """The arm's own part in standard deviations, cut off at 10."""
+        z = [(x - m) / s for x, m, s in zip(self.own_part(arm), self.shared.mean, self.shared.scale, strict=True)]
         return np.array([min(max(value, -10.0), 10.0) for value in z])
 
     def embedding(self, head: Array) -> list[float]:
@@ -99,11 +146,11 @@ class LiteralPosterior:
             found.append(min(max(away, -4.0), 4.0))
         return found
 
-    def predicted(self, raw: Array, asking: list[float]) -> float:
+    def predicted(self, arm: LiteralShown, asking: list[float]) -> float:
         """p(x): the trunk on z, its piecewise-linear codes, and who asks."""
         if not self.settings.trunk:
             return 0.0
-        z = self.standardized(raw)
+        z = self.standardized(arm)
         codes = []
         if self.shared.edges is not None:
             for value, edges in zip(z, self.shared.edges, strict=True):
@@ -115,14 +162,14 @@ class LiteralPosterior:
             y = np.maximum(weights @ y + offsets, 0.0)
         return float((last[0] @ y + last[1])[0])
 
-    def inputs(self, raw: Array) -> Array:
+    def inputs(self, arm: LiteralShown) -> Array:
         """The part of h that comes from the arm alone."""
-        z = self.standardized(raw)
+        z = self.standardized(arm)
         return z if self.shared.directions is None else self.shared.directions.T @ z
 
-    def h(self, raw: Array, predicted: float) -> Array:
+    def h(self, arm: LiteralShown, predicted: float) -> Array:
         """[1, x, products of two of x where heads have room for them, p]."""
-        x = self.inputs(raw)
+        x = self.inputs(arm)
         products = []
         if len(self.shared.prior_mean) > len(x) + 2:
             for i in range(len(x)):
@@ -143,7 +190,7 @@ class LiteralPosterior:
         """w ~ N(mean, covariance) given r_i = h_iᵀw + noise: the normal distribution of (w, r), conditioned on r."""
         if not samples:
             return mean, covariance
-        rows = np.array([self.h(sample.raw, sample.noted) for sample in samples])  # [S, D]
+        rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])  # [S, D]
         rewards = np.array([sample.reward for sample in samples])
         among = rows @ covariance @ rows.T + self.noises(samples)
         across = covariance @ rows.T
@@ -157,7 +204,7 @@ class LiteralPosterior:
         for centre, voice in zip(self.shared.centres, self.shared.voices, strict=True):
             log = math.log(voice)
             if samples:
-                rows = np.array([self.h(sample.raw, sample.noted) for sample in samples])
+                rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])
                 covariance = rows @ within @ rows.T + self.noises(samples)
                 log += float(
                     multivariate_normal.logpdf([sample.reward for sample in samples], rows @ centre, covariance)
@@ -189,7 +236,7 @@ class LiteralPosterior:
         size = self.shared.prior_mean.shape[0]
         gram, moment = np.zeros((size, size)), np.zeros(size)
         for sample in samples:
-            h = self.h(sample.raw, sample.noted)
+            h = self.h(sample.arm, sample.noted)
             gram += self.weight(sample) * np.outer(h, h)
             moment += self.weight(sample) * h * sample.reward
         return gram, moment
@@ -201,15 +248,16 @@ class LiteralPosterior:
     # -- requests
 
     def score(
-        self, raw: Array, own: Sequence[LiteralSample], stored: Array, pool: Sequence[Array], own_row: int
+        self, arm: LiteralShown, own: Sequence[LiteralSample], stored: Array, pool: Sequence[Array], own_row: int
     ) -> LiteralArm:
         """One arm for a user with these samples and this stored head, among a pool of these heads."""
         shared, settings = self.shared, self.settings
         asking = self.embedding(stored)
-        predicted = self.predicted(raw, asking)
+        offer = [] if shared.common_ratio is None else arm.offer
+        predicted = self.predicted(arm, asking)
         if not settings.heads:
-            return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *asking])
-        h = self.h(raw, predicted)
+            return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *asking, *offer])
+        h = self.h(arm, predicted)
         head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
         alone, variance = float(h @ head), float(h @ covariance @ h)
         together, mean = alone, alone
@@ -221,24 +269,24 @@ class LiteralPosterior:
             mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
             mean = (1 - shared.guard) * alone + shared.guard * together
             variance = (1 - shared.guard) * variance + shared.guard * mixed
-        arm = LiteralArm(mean, 0.0, [predicted, alone, together, *asking])
+        found = LiteralArm(mean, 0.0, [predicted, alone, together, *asking, *offer])
         for row, other in enumerate(pool):
             if row != own_row:
-                arm.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
+                found.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
         if settings.memory:
-            correction, left = self.remembered(raw, own)
-            arm.mean += correction
+            correction, left = self.remembered(arm, own)
+            found.mean += correction
             variance += left
-        arm.bonus = settings.alpha * math.sqrt(variance)
-        return arm
+        found.bonus = settings.alpha * math.sqrt(variance)
+        return found
 
-    def remembered(self, raw: Array, own: Sequence[LiteralSample]) -> tuple[float, float]:
+    def remembered(self, arm: LiteralShown, own: Sequence[LiteralSample]) -> tuple[float, float]:
         """g·Σ k e / (1 + g·s) and g·σ² / (1 + g·s), where a sample of weight v counts like v of them."""
-        gain, x, head = self.shared.gain, self.inputs(raw), self.head(own)
+        gain, x, head = self.shared.gain, self.inputs(arm), self.head(own)
         told = seen = 0.0
         for sample in self.kept(own):
-            apart = math.sqrt(float(np.mean((x - self.inputs(sample.raw)) ** 2)))
+            apart = math.sqrt(float(np.mean((x - self.inputs(sample.arm)) ** 2)))
             similarity = self.weight(sample) * math.exp(-0.5 * (apart / self.settings.memory_radius) ** 2)
-            told += similarity * (sample.reward - float(self.h(sample.raw, sample.noted) @ head))
+            told += similarity * (sample.reward - float(self.h(sample.arm, sample.noted) @ head))
             seen += similarity
         return gain * told / (1 + gain * seen), gain * self.shared.noise / (1 + gain * seen)

@@ -15,8 +15,20 @@ from models.learner import Query, Scores, State, UserBatch
 from models.posterior import PosteriorLearner
 from models.prior import NO_GROUP
 from models.settings import PosteriorSettings, named_settings
-from tests.models.literal_posterior import Array, LiteralPosterior, LiteralSample, LiteralSettings, LiteralShared
+from tests.models.literal_posterior import (
+    Array,
+    LiteralPosterior,
+    LiteralSample,
+    LiteralSettings,
+    LiteralShared,
+    LiteralShown,
+)
 from tests.models.worlds import single
+
+#: Settings that make inputs of three numbers wide ones.
+WIDE: dict[str, Any] = {"head_inputs_max": 2, "head_directions": 2}
+#: Most arms that a past request had.
+OFFERED_MAX = 5
 
 
 @dataclass
@@ -71,9 +83,38 @@ def past(learner: PosteriorLearner, samples: int, generator: torch.Generator, ta
     rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
     if taste is not None:
         rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
-    noted = torch.rand(samples, learner.noted, generator=generator, dtype=torch.float64)
+    noted = torch.rand(samples, learner.offered_from, generator=generator, dtype=torch.float64)
     epochs = torch.randint(4, (samples,), generator=generator).sort().values
+    if learner.apart:
+        count = torch.randint(1, OFFERED_MAX + 1, (samples, 1), generator=generator).to(torch.float64)
+        others = torch.randn(features.shape, generator=generator, dtype=torch.float64) * (count - 1).sqrt()
+        noted = torch.cat([noted, count, (features + others) / count], dim=1)
     return Past(features, single(rewards), single(noted), epochs)
+
+
+def related(
+    learner: PosteriorLearner, users: int, samples: int, generator: torch.Generator, ratio: Tensor
+) -> list[Past]:
+    """Users of requests whose arms have something in common: τ² = ratio [d], σ² = 1, and any arm may be chosen."""
+    people = []
+    for _ in range(users):
+        person = past(learner, samples, generator)
+        effect = torch.randn(person.features.shape, generator=generator, dtype=torch.float64) * ratio.sqrt()
+        person.features += effect
+        learner.offer(person.phi)[:, 1:] += effect
+        people.append(person)
+    return people
+
+
+def sharing(learner: PosteriorLearner, shared: State, generator: torch.Generator) -> State:
+    """The same state with something to take out of arms, in some columns much and in some nothing."""
+    if not learner.apart:
+        return shared
+    levels = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e6], dtype=torch.float64)
+    level = levels[torch.randint(len(levels), (learner.inputs_expected,), generator=generator)]
+    ratio = level * torch.rand(learner.inputs_expected, generator=generator, dtype=torch.float64)
+    centre = torch.randn(learner.inputs_expected, generator=generator, dtype=torch.float64)
+    return shared | {"common_ratio": ratio.to(learner.dtype), "common_centre": centre.to(learner.dtype)}
 
 
 def batch_of(people: list[Past], dtype: torch.dtype = torch.float64, *, padding: int = 0) -> UserBatch:
@@ -126,11 +167,11 @@ def held(learner: PosteriorLearner, shared: State) -> State:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
-    """Every shape and every part switched on or off."""
-    d = draw(st.integers(1, 5))
+def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
+    """Every shape and every part switched on or off; if `wide`, always with common parts to take out."""
+    d = draw(st.integers(3, 6) if wide else st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    narrowed = draw(st.booleans())
+    narrowed = wide or draw(st.booleans())
     settings = small(
         alpha=draw(st.sampled_from([0.0, 0.3, 2.0])),
         nu=draw(st.sampled_from([0.1, 1.0, 5.0])),
@@ -141,6 +182,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         heads=draw(st.sampled_from([True, True, True, False])),
         groups=draw(st.booleans()),
         memory=draw(st.booleans()),
+        apart=wide or draw(st.booleans()),
         memory_samples=draw(st.integers(1, 4)),
         memory_radius=draw(st.sampled_from([0.087, 1.0])),
         group_spread=draw(st.sampled_from([0.05, 0.15, 1.0])),
@@ -154,6 +196,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         shared = taught(learner, kinds(learner, draw(st.integers(1, 9)), 6, generator), **changes)
     else:
         shared = learner.initial_shared()
+    shared = sharing(learner, shared, generator)
     both = held(PosteriorLearner(settings, d), shared)  # numbers that both types hold
     shared = Quiet({name: value.to(torch.float64) for name, value in both.items()})
     pool = [past(learner, draw(st.integers(0, 7)), generator) for _ in range(draw(st.integers(0, 5)))]
@@ -195,11 +238,17 @@ def answered(scene: Scene, dtype: torch.dtype = torch.float64) -> Scores:
 
 
 def samples_of(person: Past) -> list[LiteralSample]:
-    """A past as the literal learner takes it; of what was noted, the trunk's prediction comes first."""
+    """A past as the literal learner takes it.
+
+    Of what was noted, the trunk's prediction comes first and, for a learner that reads it, the offer last.
+    """
     rows = zip(
         person.features.numpy(), person.phi.tolist(), person.rewards.tolist(), person.epochs.tolist(), strict=True
     )
-    return [LiteralSample(raw, noted[0], reward, epoch) for raw, noted, reward, epoch in rows]
+    return [
+        LiteralSample(LiteralShown(raw, noted[-(1 + raw.shape[0]) :]), noted[0], reward, epoch)
+        for raw, noted, reward, epoch in rows
+    ]
 
 
 def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]:
@@ -230,6 +279,8 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             scale=numbers["scale"],
             edges=numbers.get("edges"),
             directions=numbers.get("directions"),
+            common_ratio=numbers.get("common_ratio"),
+            common_centre=numbers.get("common_centre"),
             trunk=layers,
             prior_mean=numbers["prior_mean"],
             prior_covariance=numbers["prior_covariance"],

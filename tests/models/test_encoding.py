@@ -15,6 +15,7 @@ from models.encoding import (
     centring,
     even_edges,
     pair_products,
+    pieces,
     piecewise,
     principal_directions,
     products_for,
@@ -37,7 +38,7 @@ def moments_of(rows: Tensor) -> Moments:
 def test_codes_are_the_looped_ones(seed: int, d: int, bins: int, rows: int) -> None:
     z = rows_of(rows, d, seed)
     edges = quantile_edges(rows_of(40, d, seed + 1), bins)
-    codes = piecewise(z, edges)
+    codes = piecewise(z, *pieces(edges))
     assert codes.shape == (rows, d * bins)
     for row in range(rows):
         for column in range(d):
@@ -49,13 +50,14 @@ def test_codes_are_the_looped_ones(seed: int, d: int, bins: int, rows: int) -> N
 
 def test_codes_keep_leading_dimensions() -> None:
     z, edges = rows_of(24, 3), even_edges(3, 4).to(torch.float64)
-    torch.testing.assert_close(piecewise(z.view(2, 3, 4, 3), edges), piecewise(z, edges).view(2, 3, 4, 12))
+    cut = pieces(edges)
+    torch.testing.assert_close(piecewise(z.view(2, 3, 4, 3), *cut), piecewise(z, *cut).view(2, 3, 4, 12))
 
 
 def test_codes_never_fall_when_the_input_rises() -> None:
     edges = quantile_edges(rows_of(200, 1), 8)
     z = torch.linspace(-5, 5, 400, dtype=torch.float64).unsqueeze(-1)
-    codes = piecewise(z, edges)
+    codes = piecewise(z, *pieces(edges))
     assert (codes.diff(dim=0) >= 0).all()
     assert (codes[0] == -0.5).all()
     assert (codes[-1] == 0.5).all()
@@ -81,7 +83,7 @@ def test_edges_increase_even_where_few_values_are(values: list[float], rows: int
     z = torch.tensor(values, dtype=torch.float64).repeat(rows)[:rows].unsqueeze(-1)
     edges = quantile_edges(z, 6)
     assert (edges.diff(dim=1) >= NARROWEST_BIN * 0.999).all()
-    codes = piecewise(z, edges)
+    codes = piecewise(z, *pieces(edges))
     assert codes.isfinite().all()
     assert codes.unique(dim=0).shape[0] == z.unique().shape[0]  # what differs still looks different
 

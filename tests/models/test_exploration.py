@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import permutations
+from itertools import islice, permutations
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from models.exploration import (
     Policy,
     UpperConfidence,
     build_policy,
-    decision_generator,
+    decision_draws,
     draw_slate,
 )
 
@@ -66,7 +66,7 @@ class TestEveryPolicy:
     ) -> None:
         mean, bonus = scored
         size = data.draw(st.integers(1, len(mean)))
-        slate = draw_slate(policy, mean, bonus, size, np.random.default_rng(data.draw(st.integers(0, 99))))
+        slate = draw_slate(policy, mean, bonus, size, decision_draws(data.draw(st.integers(0, 99)), "d"))
         assert len(set(slate.chosen)) == len(slate.chosen) == len(slate.propensities) == size
         left = list(range(len(mean)))
         for arm, propensity in zip(slate.chosen, slate.propensities, strict=True):
@@ -76,7 +76,7 @@ class TestEveryPolicy:
 
     def test_the_inputs_are_left_as_they_are(self, policy: Policy) -> None:
         mean, bonus = np.array([1.0, 2.0, 2.0]), np.array([0.5, 0.0, 0.0])
-        draw_slate(policy, mean, bonus, 3, np.random.default_rng(0))
+        draw_slate(policy, mean, bonus, 3, decision_draws(0, "d"))
         policy.probabilities(mean, bonus)
         assert mean.tolist() == [1, 2, 2]
         assert bonus.tolist() == [0.5, 0, 0]
@@ -111,7 +111,7 @@ def test_slates_come_as_often_as_their_propensities_say(policy: Policy) -> None:
         chance[slate] = product
     assert sum(chance.values()) == pytest.approx(1.0)
     draws = 3_000
-    seen = Counter(draw_slate(policy, mean, bonus, 2, decision_generator(5, f"d{n}")).chosen for n in range(draws))
+    seen = Counter(draw_slate(policy, mean, bonus, 2, decision_draws(5, f"d{n}")).chosen for n in range(draws))
     for slate, wanted in chance.items():
         # Five standard errors, for twelve slates: chance alone fails one run in a hundred thousand; the seed is fixed.
         assert seen[slate] / draws == pytest.approx(wanted, abs=5 * np.sqrt(wanted * (1 - wanted) / draws))
@@ -122,15 +122,15 @@ class TestRandomness:
         policy = FlooredUpperConfidence(1.0)
 
         def slate(seed: int, decision_id: str) -> tuple[int, ...]:
-            return draw_slate(policy, np.zeros(20), np.zeros(20), 20, decision_generator(seed, decision_id)).chosen
+            return draw_slate(policy, np.zeros(20), np.zeros(20), 20, decision_draws(seed, decision_id)).chosen
 
         assert slate(1, "a") == slate(1, "a")
         assert len({slate(seed, name) for seed in (1, 2) for name in ("a", "b", "é", "")}) == 8
 
     def test_does_not_depend_on_the_order_of_decisions(self) -> None:
-        first = decision_generator(0, "x").random(3).tolist()
-        decision_generator(0, "y").random(100)
-        assert decision_generator(0, "x").random(3).tolist() == first
+        first = list(islice(decision_draws(0, "x"), 20))
+        list(islice(decision_draws(0, "y"), 100))
+        assert list(islice(decision_draws(0, "x"), 20)) == first
 
 
 class TestMaking:
@@ -152,4 +152,4 @@ def test_scores_that_are_not_numbers_are_refused(policy: Policy) -> None:
     """A distribution over them would be made up, and its propensities with it."""
     for broken in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match="finite"):
-            draw_slate(policy, np.array([0.0, broken]), np.zeros(2), 1, np.random.default_rng(0))
+            draw_slate(policy, np.array([0.0, broken]), np.zeros(2), 1, decision_draws(0, "d"))

@@ -21,6 +21,7 @@ from models.learner import Learner, Query, State, UserBatch
 from models.network import Shape, gradient_distance, gradient_norm
 from models.presets import build_learner
 from models.settings import LearnerSettings, named_settings
+from models.slates import Slates
 
 CUDA = torch.device("cuda", 0)
 TWO_DEVICES = "two (different )?devices"
@@ -135,7 +136,7 @@ def query(own: State) -> Query:
     """Three requests of different sizes, on the GPU."""
     return Query(
         arms=torch.zeros(sum(ARMS), INPUTS, device=CUDA),
-        request=torch.tensor([index for index, count in enumerate(ARMS) for _ in range(count)], device=CUDA),
+        slates=Slates(ARMS),
         own=own,
         own_row=torch.tensor([0, -1, 4], device=CUDA),
         own_events=torch.tensor([1, 0, 4], device=CUDA),
@@ -159,6 +160,8 @@ VARIANTS = [
     settings("pooled", rate_schedule="constant", standardize=False, depth=4),
     settings("default"),
     settings("default", head_inputs_max=3, head_directions=2, bins=0),
+    settings("default", head_inputs_max=3, head_directions=2, apart=False),
+    settings("default", head_inputs_max=3, head_directions=2, heads=False),
     settings("default", trunk=False, groups=False, memory=False),
     settings("default", embed=False),
     settings("default", heads=False),

@@ -12,6 +12,7 @@ from models.learner import Query, State, UserBatch
 from models.network import Shape, weights
 from models.pooled import PooledLearner
 from models.settings import named_settings
+from models.slates import Slates
 from tests.models.worlds import stack
 
 INPUTS = 3
@@ -81,11 +82,11 @@ def test_scores_equal_the_looped_version(seed: int) -> None:
     own = {
         name: torch.stack([newborn[name] if row is None else states[name][row] for row in own_rows]) for name in states
     }
-    counts = torch.tensor([3, 1, 2])
+    counts = [3, 1, 2]
     arms = torch.randn(6, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 100))
     query = Query(
         arms=arms,
-        request=torch.arange(3).repeat_interleave(counts),
+        slates=Slates(counts),
         own=own,
         own_row=torch.tensor([2, -1, -1]),
         own_events=torch.tensor([3, 4, 0]),
@@ -93,7 +94,7 @@ def test_scores_equal_the_looped_version(seed: int) -> None:
     scores = learner.score(shared, pool, query)
 
     start = 0
-    for request, (row, count) in enumerate(zip(own_rows, counts.tolist(), strict=True)):
+    for request, (row, count) in enumerate(zip(own_rows, counts, strict=True)):
         slate = arms[start : start + count]
         members = set()
         for arm in slate:

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 
 import models.judging
 from models.posterior import PosteriorLearner
+from tests.models.literal_posterior import shown
 from tests.models.posterior_worlds import (
+    WIDE,
     Past,
     Scene,
     answered,
@@ -26,6 +28,7 @@ from tests.models.posterior_worlds import (
     query_of,
     samples_of,
     scenes,
+    sharing,
     small,
     some_of,
     taught,
@@ -37,6 +40,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 #: A distance this near to where agreement ends may fall on either side of it.
 TIE = {torch.float64: 1e-10, torch.float32: 1e-4}
 BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+WIDTHS = pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
 
 
 def judge(scene: Scene, dtype: torch.dtype) -> None:
@@ -57,8 +61,8 @@ def judge(scene: Scene, dtype: torch.dtype) -> None:
     heads = [literal.head(samples_of(person)) for person in scene.pool]
     index = 0
     for (asker, own_row, arms), stored in zip(scene.requests, as_array(query.own["head"]), strict=True):
-        for raw in arms.numpy():
-            arm = literal.score(raw, samples_of(asker), stored, heads, own_row)
+        for offered in shown(list(arms.numpy())):
+            arm = literal.score(offered, samples_of(asker), stored, heads, own_row)
             close(scores.mean[index], arm.mean, TOLERANCE[dtype])
             # A root is steep near 0, where rounding of its square shows most.
             close(scores.bonus[index].double().square(), arm.bonus**2, TOLERANCE[dtype])
@@ -85,11 +89,23 @@ def test_scores_in_float32_are_the_literal_ones(scene: Scene) -> None:
     judge(scene, torch.float32)
 
 
+@PROPERTY
+@given(scene=scenes(wide=True))
+def test_scores_of_wide_inputs_are_the_literal_ones(scene: Scene) -> None:
+    judge(scene, torch.float64)
+
+
+@PROPERTY
+@given(scene=scenes(wide=True))
+def test_scores_of_wide_inputs_in_float32_are_the_literal_ones(scene: Scene) -> None:
+    judge(scene, torch.float32)
+
+
 @BOTH
 @pytest.mark.parametrize("since", [0.0, 2.0])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"groups": False}, {"embed": False}, {"memory_samples": 2}, {"head_inputs_max": 2, "head_directions": 2}],
+    [{}, {"groups": False}, {"embed": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
     ids=lambda changes: next(iter(changes), "all"),
 )
 def test_fitted_users_are_the_literal_ones(changes: dict[str, int], since: float, dtype: torch.dtype) -> None:
@@ -97,6 +113,7 @@ def test_fitted_users_are_the_literal_ones(changes: dict[str, int], since: float
     generator = generator_of(4)
     guard = {"guard": 0.6} if learner.settings.groups else {}
     shared = taught(learner, kinds(learner, 8, 6, generator), since=since, **guard)
+    shared = sharing(learner, shared, generator)
     people = [past(learner, count, generator) for count in (0, 1, 3, 4, 9)]
     states = fitted(learner, shared, people)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
@@ -112,7 +129,7 @@ def test_fitted_users_are_the_literal_ones(changes: dict[str, int], since: float
         assert not states["kept_weights"][row, len(kept) :].any()
         for place, sample in enumerate(kept):
             close(states["kept_weights"][row, place], literal.weight(sample), TOLERANCE[dtype])
-            expected = literal.h(sample.raw, sample.noted)
+            expected = literal.h(sample.arm, sample.noted)
             np.testing.assert_allclose(as_array(states["kept_heads"][row, place]), expected, atol=TOLERANCE[dtype])
             close(states["kept_rewards"][row, place], sample.reward, TOLERANCE[dtype])
 
@@ -125,7 +142,7 @@ def scene_of(seed: int = 0, users: int = 6, **changes: object) -> Scene:
     generator = generator_of(seed)
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
     teachers = kinds(learner, 12, 8, generator)
-    shared = taught(learner, teachers, gain=1.0, guard=0.7)
+    shared = sharing(learner, taught(learner, teachers, gain=1.0, guard=0.7), generator)
     pool = [past(learner, 1 + user % 4, generator) for user in range(users)]
     requests = []
     for asker, row in ((pool[2], 2), (past(learner, 0, generator), -1), (past(learner, 5, generator), -1)):
@@ -135,8 +152,9 @@ def scene_of(seed: int = 0, users: int = 6, **changes: object) -> Scene:
     return Scene(learner.settings, 3, shared, pool, requests)
 
 
-def test_requests_side_by_side_are_answered_as_if_alone() -> None:
-    scene = scene_of()
+@WIDTHS
+def test_requests_side_by_side_are_answered_as_if_alone(changes: dict[str, int]) -> None:
+    scene = scene_of(**changes)
     together, start = answered(scene), 0
     for request in scene.requests:
         alone = answered(replace(scene, requests=[request]))
@@ -146,8 +164,9 @@ def test_requests_side_by_side_are_answered_as_if_alone() -> None:
         start = stop
 
 
-def test_arms_in_another_order_have_the_same_scores() -> None:
-    scene = scene_of()
+@WIDTHS
+def test_arms_in_another_order_have_the_same_scores(changes: dict[str, int]) -> None:
+    scene = scene_of(**changes)
     straight = answered(scene)
     order = torch.tensor([3, 1, 0, 2])
     mixed = answered(replace(scene, requests=[(asker, row, arms[order]) for asker, row, arms in scene.requests]))
@@ -156,9 +175,10 @@ def test_arms_in_another_order_have_the_same_scores() -> None:
         close(getattr(mixed, name), getattr(straight, name)[places], 1e-10)
 
 
-def test_arms_of_requests_may_alternate() -> None:
+@WIDTHS
+def test_arms_of_requests_may_alternate(changes: dict[str, int]) -> None:
     """Nothing says that the arms of a request stand side by side in a query."""
-    scene = scene_of()
+    scene = scene_of(**changes)
     learner = PosteriorLearner(scene.settings, 3, torch.float64)
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     straight = learner.score(scene.shared, pool, query)
@@ -166,6 +186,7 @@ def test_arms_of_requests_may_alternate() -> None:
     mixed = learner.score(scene.shared, pool, replace(query, arms=query.arms[order], request=query.request[order]))
     close(mixed.mean, straight.mean[order], 1e-10)
     close(mixed.bonus, straight.bonus[order], 1e-10)
+    close(mixed.phi, straight.phi[order], 1e-10)
     assert mixed.group_size.tolist() == straight.group_size[order].tolist()
 
 
@@ -218,14 +239,118 @@ def test_a_group_spread_may_change_under_stored_groups() -> None:
     close(answered(wider).mean, answered(stranger).mean, 1e-8)
 
 
+# ---------------------------------------------------------------------- what arms have in common
+
+
+@pytest.mark.parametrize("embed", [True, False])
+@pytest.mark.parametrize(("inputs", "apart"), [(2, True), (2, False), (3, True), (3, False)])
+def test_only_of_wide_inputs_is_the_offer_noted(inputs: int, apart: bool, embed: bool) -> None:
+    learner = PosteriorLearner(small(apart=apart, embed=embed, **WIDE), inputs)
+    looked_at = apart and inputs == 3  # WIDE begins there
+    assert learner.apart == looked_at
+    assert learner.noted - learner.offered_from == (1 + inputs) * looked_at
+    tensors = {"common_ratio", "common_centre"}
+    assert tensors & set(learner.initial_shared()) == (tensors if looked_at else set())
+
+
+def test_before_anything_is_known_of_common_parts_nothing_is_taken_out() -> None:
+    """Until the first refit, and wherever arms have nothing in common, wide inputs are as they came, bit for bit."""
+    scene = scene_of(**WIDE)
+    scene.shared["common_ratio"] = torch.zeros(3, dtype=torch.float64)
+    without = {name: value for name, value in scene.shared.items() if not name.startswith("common")}
+    unaware = replace(scene, settings=replace(scene.settings, apart=False), shared=without)
+    one, other = answered(scene), answered(unaware)
+    for name in ("mean", "bonus", "group_size"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert torch.equal(one.phi[:, : other.phi.shape[1]], other.phi)
+
+
+def moved_scene(scene: Scene, by: torch.Tensor) -> Scene:
+    """The same with all arms of every request moved by a vector [d]; what users remember stays."""
+    return replace(scene, requests=[(asker, row, arms + by) for asker, row, arms in scene.requests])
+
+
+def test_of_what_is_added_to_all_arms_of_a_request_a_known_share_is_seen() -> None:
+    """x + v − ρ·(x̄ + v − m) is x − ρ·(x̄ − m) and v/(1 + k·τ²/σ²): what a learner that takes nothing out makes of it."""
+    scene = scene_of(**WIDE)
+    ratio = torch.tensor([0.0, 0.4, 7.0], dtype=torch.float64)
+    centre = torch.tensor([0.3, -2.0, 0.5], dtype=torch.float64)
+    scene.shared |= {"common_ratio": ratio, "common_centre": centre}
+    by = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64)
+    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
+    scores = learner.score(scene.shared, pool, replace(query, arms=query.arms + by))
+    arms = []
+    for _, _, offered in scene.requests:
+        rest = 1 / (1 + offered.shape[0] * ratio)
+        arms.append(offered - (1 - rest) * (offered.mean(0) - centre) + rest * by)
+    unaware = PosteriorLearner(replace(scene.settings, apart=False), 3, torch.float64)
+    expected = unaware.score(scene.shared, pool, replace(query, arms=torch.cat(arms)))
+    for name in ("mean", "bonus", "group_size"):
+        close(getattr(scores, name), getattr(expected, name), 1e-10)
+    close(scores.phi[:, : learner.offered_from], expected.phi, 1e-10)
+
+
+@pytest.mark.parametrize("arms", [1, 4])
+@pytest.mark.parametrize("ratio", [0.25, 3.0, 1e12])
+def test_a_linear_head_minds_what_all_arms_gain_the_less_the_more_they_share(ratio: float, arms: int) -> None:
+    """Its mean moves by 1/(1 + k·τ²/σ²) of what it does where nothing is taken out."""
+    scene = scene_of(trunk=False, groups=False, memory=False, **WIDE)
+    scene = replace(scene, requests=[(asker, row, shelf[:arms]) for asker, row, shelf in scene.requests])
+    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    # Users are fitted once: what is in question is how arms are seen, not what was learned of earlier ones.
+    pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
+    richer = replace(query, arms=query.arms + torch.tensor([0.2, -0.3, 0.4], dtype=torch.float64))
+
+    def gained(common_ratio: float) -> torch.Tensor:
+        shared = scene.shared | {"common_ratio": torch.full((3,), common_ratio, dtype=torch.float64)}
+        return learner.score(shared, pool, richer).mean - learner.score(shared, pool, query).mean
+
+    assert gained(0.0).abs().min() > 1e-3
+    close(gained(ratio), gained(0.0) / (1 + arms * ratio), 1e-9)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_where_nearly_all_is_common_only_differences_between_arms_count(heads: bool) -> None:
+    """With every part of the learner: what all arms gain is noted, and changes nothing else."""
+    scene = scene_of(heads=heads, **WIDE)
+    by = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    for ratio, minded in ((1e12, False), (0.0, True)):
+        scene.shared["common_ratio"] = torch.full((3,), ratio, dtype=torch.float64)
+        before, after = answered(scene), answered(moved_scene(scene, by))
+        assert torch.allclose(before.mean, after.mean, rtol=0, atol=1e-8) != minded
+        assert torch.allclose(before.bonus, after.bonus, rtol=0, atol=1e-8) != (minded and heads)
+        offered = PosteriorLearner(scene.settings, 3).offered_from
+        close(after.phi[:, offered + 1 :] - before.phi[:, offered + 1 :], by.expand(12, 3), 1e-10)
+
+
+@BOTH
+def test_a_sample_is_seen_as_the_arm_was_when_it_was_chosen(dtype: torch.dtype) -> None:
+    """From what was noted, and in later epochs as if it had been on offer then."""
+    scene = scene_of(**WIDE)
+    learner = PosteriorLearner(scene.settings, 3, dtype)
+    arms, notes = torch.cat([shelf for _, _, shelf in scene.requests]), answered(scene, dtype).phi
+    later = sharing(learner, held(learner, scene.shared), generator_of(99))
+    assert not torch.equal(later["common_ratio"], held(learner, scene.shared)["common_ratio"])
+    offered = [arm for _, _, shelf in scene.requests for arm in shown(list(shelf.numpy()))]
+    for shared in (held(learner, scene.shared), later):
+        literal = literal_of(scene.settings, 3, shared)
+        for row, arm in enumerate(offered):
+            person = Past(arms[row : row + 1], torch.ones(1), notes[row : row + 1], torch.zeros(1, dtype=torch.int64))
+            found = fitted(learner, shared, [person])["kept_heads"][0, 0]
+            expected = literal.h(arm, float(notes[row, 0]))
+            np.testing.assert_allclose(as_array(found), expected, rtol=1e-4, atol=TOLERANCE[dtype])
+
+
 # ---------------------------------------------------------------------- users
 
 
-def test_a_fit_depends_on_the_samples_alone() -> None:
+@WIDTHS
+def test_a_fit_depends_on_the_samples_alone(changes: dict[str, int]) -> None:
     """Not on who stands beside, on the padding, on the state before, or on what the trunk says today."""
-    learner = PosteriorLearner(small(), 3, torch.float64)
+    learner = PosteriorLearner(small(**changes), 3, torch.float64)
     generator = generator_of(2)
-    shared = taught(learner, kinds(learner, 10, 6, generator))
+    shared = sharing(learner, taught(learner, kinds(learner, 10, 6, generator)), generator)
     people = [past(learner, count, generator) for count in (2, 7, 0, 4)]
     together = fitted(learner, shared, people)
     for row, person in enumerate(people):

@@ -17,6 +17,7 @@ from models.learner import Query, Scores, State, UserBatch
 from models.metaban import PaperLearner
 from models.normalizer import LARGEST_DEVIATION
 from models.settings import MetaBanSettings, named_settings
+from models.slates import Slates
 from tests.models.literal import LiteralArm, LiteralMetaBan, LiteralSettings
 
 #: Far above any gradient met here: the algorithms as printed do not clip.
@@ -211,10 +212,9 @@ def pool_of(world: World, learner: PaperLearner, shared: State, states: dict[str
 def query_of(world: World, learner: PaperLearner, states: dict[str, State]) -> Query:
     """All requests in one query."""
     askers = [asker for asker, _ in world.requests]
-    counts = torch.tensor([arms.shape[0] for _, arms in world.requests])
     return Query(
         arms=torch.cat([arms for _, arms in world.requests]).to(learner.dtype),
-        request=torch.arange(len(askers)).repeat_interleave(counts),
+        slates=Slates([arms.shape[0] for _, arms in world.requests]),
         own={key: torch.stack([states[name][key] for name in askers]) for key in states[STRANGER]},
         own_row=torch.tensor([world.pool.index(name) if name in world.pool else -1 for name in askers]),
         own_events=torch.tensor([world.people[name].events for name in askers]),

@@ -1,0 +1,79 @@
+"""Code for numpy arrays and torch tensors alike.
+
+A request is dozens of operations on a few hundred numbers: on a CPU what counts is what each call costs before it has
+computed anything, and torch's calls cost several times numpy's. On a GPU there is torch only. So whatever judges arms
+is written once, for both, with what the two have in common and the few functions here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: A numpy array or a torch tensor; all of one computation are of one kind.
+Array: TypeAlias = Any
+
+
+def library_of(array: Array) -> Any:
+    """The module whose functions take this array."""
+    return torch if isinstance(array, Tensor) else np
+
+
+def plain(tensor: Tensor) -> Array:
+    """The numpy array that shares a CPU tensor's memory."""
+    return tensor.numpy()
+
+
+def numpy_kind(dtype: torch.dtype) -> type[np.floating[Any]]:
+    """The type of numpy's numbers that holds the same."""
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
+def on_device(like: Array) -> dict[str, Any]:
+    """What a library's functions have to be told to make an array where another is."""
+    return {"device": like.device} if isinstance(like, Tensor) else {}
+
+
+def double(array: Array) -> Array:
+    """In float64."""
+    return array.to(torch.float64) if isinstance(array, Tensor) else array.astype(np.float64, copy=False)
+
+
+def cast(array: Array, like: Array) -> Array:
+    """In the type of another array."""
+    return array.to(like.dtype) if isinstance(array, Tensor) else array.astype(like.dtype, copy=False)
+
+
+def chosen(array: Array, index: Array) -> Array:
+    """Of [B, S, …] the places [B, n, …] that an index names along S."""
+    return torch.take_along_dim(array, index, 1) if isinstance(array, Tensor) else np.take_along_axis(array, index, 1)
+
+
+def inverse(matrix: Array) -> Array:
+    """Of symmetric positive definite matrices [..., D, D]."""
+    if isinstance(matrix, Tensor):
+        return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
+    return np.linalg.inv(matrix)
+
+
+def rectified(array: Array) -> Array:
+    """max(0, x), in place."""
+    return array.relu_() if isinstance(array, Tensor) else np.maximum(array, 0, out=array)
+
+
+def bounded(array: Array, low: float, high: float) -> Array:
+    """min(max(x, low), high), in place."""
+    if isinstance(array, Tensor):
+        return array.clip_(low, high)
+    np.maximum(array, low, out=array)  # np.clip takes longer to find out that it has to do just this
+    return np.minimum(array, high, out=array)
+
+
+def softmax(logits: Array) -> Array:
+    """Over the last dimension."""
+    library = library_of(logits)
+    shares = library.exp(logits - library.amax(logits, -1)[..., None])
+    return shares / shares.sum(-1)[..., None]

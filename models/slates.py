@@ -1,0 +1,84 @@
+"""Arms of several requests, end to end and side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.arrays import Array, library_of, on_device
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Slates:
+    """How many arms each of R requests has, at least one: rows [N, …] end to end are [R, K, …] side by side.
+
+    Products over the arms of one request want them side by side; padding is zeros.
+    """
+
+    sizes: Sequence[int]
+
+    @property
+    def requests(self) -> int:
+        """R."""
+        return len(self.sizes)
+
+    @property
+    def width(self) -> int:
+        """K, the arms of the largest request."""
+        return max(self.sizes)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all requests have as many arms: then there is nothing to pad."""
+        return len(set(self.sizes)) <= 1
+
+    def padded(self, rows: Array) -> Array:
+        """[N, …] → [R, K, …]."""
+        if len(self.sizes) == 1:
+            return rows[None]
+        shape = (self.requests, self.width, *rows.shape[1:])
+        if self.alike:
+            return rows.reshape(shape)
+        padded: Array = library_of(rows).zeros(
+            (self.requests * self.width, *rows.shape[1:]), dtype=rows.dtype, **on_device(rows)
+        )
+        padded[self._places(rows)] = rows
+        return padded.reshape(shape)
+
+    def flat(self, padded: Array) -> Array:
+        """[R, K, …] → [N, …]."""
+        if len(self.sizes) == 1:
+            return padded[0]
+        rows = padded.reshape((self.requests * self.width, *padded.shape[2:]))
+        return rows if self.alike else rows[self._places(rows)]
+
+    def spread(self, each: Array) -> Array:
+        """What each request has [R, …], for every arm of it [N, …]; of one request [1, …], which is as good."""
+        if len(self.sizes) == 1:
+            return each
+        return each[self.request(each)]
+
+    def request(self, like: Array) -> Array:
+        """The request that each arm belongs to, [N] int64."""
+        return self._like(np.repeat(np.arange(self.requests), self.sizes), like)
+
+    def counts(self, like: Array) -> Array:
+        """The sizes as numbers of a kind [R, 1]."""
+        if isinstance(like, Tensor):
+            return like.new_tensor(self.sizes).unsqueeze(-1)
+        return np.array(self.sizes, like.dtype)[:, None]
+
+    def _places(self, like: Array) -> Array:
+        sizes = np.array(self.sizes)
+        starts = np.arange(self.requests) * self.width - (np.cumsum(sizes) - sizes)
+        return self._like(np.arange(sizes.sum()) + np.repeat(starts, sizes), like)
+
+    @staticmethod
+    def _like(index: np.ndarray, like: Array) -> Array:
+        return torch.from_numpy(index).to(like.device) if isinstance(like, Tensor) else index

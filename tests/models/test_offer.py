@@ -1,0 +1,306 @@
+"""What arms of a request have in common: against loops, known ratios found again, columns with nothing to tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models.offer import common_ratio, on_offer, without_common
+from tests.models.literal_posterior import literal_ratio
+from tests.models.worlds import close
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+PROPERTY = settings(max_examples=40, deadline=None, derandomize=True)
+SLATES = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def requests_of(counts: list[int]) -> Tensor:
+    """The request of each arm [N], for requests of so many arms."""
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+
+def effects(ratio: Tensor, counts: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Arms [N, d] of requests of so many, with σ² = 1 and τ² = ratio [d], and the requests' effects [R, d]."""
+    common = normal(len(counts), ratio.shape[0], seed=seed) * ratio.sqrt()
+    return common[requests_of(counts)] + normal(sum(counts), ratio.shape[0], seed=seed + 1), common
+
+
+def chosen(arms: Tensor, counts: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """An arm of each request, any of them, and its offer: [R, d] and [R, 1 + d]."""
+    size = torch.tensor(counts)
+    share = torch.rand(len(counts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = size.cumsum(0) - size + (share * size).to(torch.int64)
+    return arms[rows], on_offer(arms, requests_of(counts), len(counts))[rows]
+
+
+def slates(count: int, smallest: int = 1, largest: int = 8) -> list[int]:
+    """Sizes of so many requests."""
+    sizes: list[int] = torch.randint(
+        smallest, largest + 1, (count,), generator=torch.Generator().manual_seed(count)
+    ).tolist()
+    return sizes
+
+
+# ---------------------------------------------------------------------- what was on offer
+
+
+@BOTH
+@PROPERTY
+@given(counts=SLATES, d=st.integers(1, 4), seed=st.integers(0, 2**31), mixed=st.booleans())
+def test_the_offer_is_the_looped_one(counts: list[int], d: int, seed: int, mixed: bool, dtype: torch.dtype) -> None:
+    """Requests of one arm among them, whether or not the arms of a request stand side by side."""
+    request = requests_of(counts)
+    if mixed:
+        request = request[torch.randperm(len(request), generator=torch.Generator().manual_seed(seed))]
+    arms = normal(len(request), d, seed=seed).to(dtype)
+    offer = on_offer(arms, request, len(counts))
+    assert offer.dtype == dtype
+    assert offer.shape == (len(request), 1 + d)
+    for row, asked in enumerate(request.tolist()):
+        rows = [other for other in range(len(request)) if request[other] == asked]
+        assert offer[row, 0] == len(rows) == counts[asked]
+        for column in range(d):
+            mean = sum(arms[other, column].item() for other in rows) / len(rows)
+            assert offer[row, 1 + column].item() == pytest.approx(mean, abs=TOLERANCE[dtype])
+
+
+@BOTH
+@pytest.mark.parametrize("arms", [1, 2, 7])
+def test_one_request_has_the_offer_it_has_among_others(arms: int, dtype: torch.dtype) -> None:
+    rows = normal(arms + 3, 4).to(dtype)
+    alone = on_offer(rows[:arms], torch.zeros(arms, dtype=torch.int64), 1)
+    close(alone, on_offer(rows, requests_of([arms, 3]), 2)[:arms], TOLERANCE[dtype])
+
+
+def test_a_request_without_arms_is_no_trouble() -> None:
+    arms = normal(3, 2)
+    offer = on_offer(arms, torch.tensor([0, 2, 2]), 3)
+    assert offer[:, 0].tolist() == [1.0, 2.0, 2.0]
+    assert torch.equal(offer[0, 1:], arms[0])
+    assert on_offer(arms[:0], torch.zeros(0, dtype=torch.int64), 1).shape == (0, 3)
+
+
+# ---------------------------------------------------------------------- what is taken out
+
+
+@BOTH
+@PROPERTY
+@given(
+    counts=SLATES,
+    ratios=st.lists(st.sampled_from([0.0, 0.1, 1.0, 30.0, 1e6]), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+)
+def test_what_is_left_is_what_the_formula_says(
+    counts: list[int], ratios: list[float], seed: int, dtype: torch.dtype
+) -> None:
+    d = len(ratios)
+    arms, centre = normal(sum(counts), d, seed=seed).to(dtype), normal(d, seed=seed + 1).to(dtype)
+    offer = on_offer(arms, requests_of(counts), len(counts))
+    left = without_common(arms, offer, torch.tensor(ratios, dtype=dtype), centre)
+    assert left.dtype == dtype
+    for row, asked in enumerate(requests_of(counts).tolist()):
+        for column, ratio in enumerate(ratios):
+            share = counts[asked] * ratio / (counts[asked] * ratio + 1)
+            away = offer[row, 1 + column].item() - centre[column].item()
+            expected = arms[row, column].item() - share * away
+            assert left[row, column].item() == pytest.approx(expected, abs=TOLERANCE[dtype])
+
+
+@BOTH
+def test_nothing_in_common_leaves_arms_bit_for_bit(dtype: torch.dtype) -> None:
+    counts = [1, 5, 2]
+    arms = (normal(8, 3) * torch.tensor([1e-20, 1.0, 1e30]) + torch.tensor([0.0, 1e6, 0.0])).to(dtype)
+    offer = on_offer(arms, requests_of(counts), 3)
+    nothing = torch.zeros(3, dtype=dtype)
+    assert torch.equal(without_common(arms, offer, nothing, normal(3).to(dtype)), arms)
+    partly = torch.tensor([0.0, 2.0, 0.0], dtype=dtype)
+    left = without_common(arms, offer, partly, nothing)
+    assert torch.equal(left[:, [0, 2]], arms[:, [0, 2]])
+    assert not torch.isclose(left[:, 1], arms[:, 1]).any()
+
+
+def test_leading_dimensions_stay() -> None:
+    counts = slates(12)
+    arms, offer = chosen(normal(sum(counts), 3), counts)
+    ratio, centre = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64), normal(3)
+    flat = without_common(arms, offer, ratio, centre)
+    assert torch.equal(without_common(arms.view(3, 4, 3), offer.view(3, 4, 4), ratio, centre), flat.view(3, 4, 3))
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 4.0])
+@pytest.mark.parametrize("arms", [1, 3, 10])
+def test_the_true_ratio_takes_out_what_is_nearest_to_the_requests_effect(arms: int, ratio: float) -> None:
+    """E(ĉ − c)² is (1 − ρ)²τ² + ρ²σ²/k: least at ρ = kτ²/(kτ² + σ²), and as much more elsewhere as that says."""
+    counts, columns = [arms] * 4_000, 10
+    truth = torch.full((columns,), ratio, dtype=torch.float64)
+    rows, common = effects(truth, counts, seed=arms)
+    offer, sought = on_offer(rows, requests_of(counts), len(counts)), common[requests_of(counts)]
+
+    def miss(assumed: Tensor) -> float:
+        taken = rows - without_common(rows, offer, assumed, torch.zeros(columns, dtype=torch.float64))
+        return (taken - sought).square().mean().item()
+
+    least = miss(truth)
+    assert least == pytest.approx(ratio / (arms * ratio + 1), rel=4 * (2 / 40_000) ** 0.5)
+    for factor in (0.5, 2.0):
+        off = arms * factor * ratio / (arms * factor * ratio + 1) - arms * ratio / (arms * ratio + 1)
+        assert miss(factor * truth) > least
+        assert miss(factor * truth) - least == pytest.approx(off**2 * (ratio + 1 / arms), rel=0.25)
+
+
+# ---------------------------------------------------------------------- how much is common
+
+
+@BOTH
+@PROPERTY
+@given(
+    counts=st.lists(st.integers(1, 6), min_size=2, max_size=30).filter(lambda counts: max(counts) > 1),
+    ratio=st.sampled_from([0.0, 0.3, 5.0]),
+    weights=st.sampled_from([[1.0], [1.0, 0.05], [1.0, 0.0, 2.5]]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_ratio_is_the_looped_one(
+    counts: list[int], ratio: float, weights: list[float], seed: int, dtype: torch.dtype
+) -> None:
+    arms, _ = effects(torch.full((3,), ratio, dtype=torch.float64), counts, seed)
+    picked, offer = (value.to(dtype) for value in chosen(arms + 3, counts, seed))
+    offer[:, 1:] += 0.1 * (offer[:, :1] == 1)  # rounding in notes must not pass for a difference between arms
+    weight = [weights[place % len(weights)] for place in range(len(counts))]
+    found, centre = common_ratio(picked, offer, torch.tensor(weight, dtype=dtype))
+    assert found.dtype == centre.dtype == torch.float64
+    expected, middle = literal_ratio(
+        picked.double().numpy(), offer.double().numpy(), torch.tensor(weight, dtype=dtype).tolist()
+    )
+    close(found, torch.tensor(expected, dtype=torch.float64), 1e-9)
+    close(centre, torch.tensor(middle, dtype=torch.float64), 1e-9)
+
+
+@BOTH
+@pytest.mark.parametrize("smallest", [1, 2, 6])
+@pytest.mark.parametrize("ratio", [0.2, 1.0, 5.0, 100.0])
+def test_a_known_ratio_is_found_again(ratio: float, smallest: int, dtype: torch.dtype) -> None:
+    """Each column is an experiment of its own: what they find scatters around the truth as it should."""
+    counts, columns = slates(4_000, smallest), 50
+    arms, _ = effects(torch.full((columns,), ratio, dtype=torch.float64), counts)
+    shift = 10 * normal(columns, seed=5)
+    picked, offer = (value.to(dtype) for value in chosen(arms + shift, counts))
+    found, centre = common_ratio(picked, offer, torch.ones(4_000))
+    # A ratio of two mean squares, of about 4 000 terms each, less the share of σ² in a mean.
+    error = (ratio + sum(1 / count for count in counts) / 4_000) * (2 * 2 / 4_000) ** 0.5
+    assert (found - ratio).abs().max() < 5 * error
+    assert (found.mean() - ratio).abs() < 4 * found.std() / columns**0.5
+    assert 0.7 * error < found.std() < 1.5 * error
+    assert (centre - shift).abs().max() < 5 * ((ratio + 1) / 4_000) ** 0.5
+
+
+@BOTH
+def test_arms_that_have_nothing_to_do_with_each_other_share_next_to_nothing(dtype: torch.dtype) -> None:
+    counts, columns = slates(4_000, 2), 50
+    arms, _ = effects(torch.zeros(columns, dtype=torch.float64), counts)
+    picked, offer = (value.to(dtype) for value in chosen(arms, counts))
+    found, _ = common_ratio(picked, offer, torch.ones(4_000))
+    error = sum(1 / count for count in counts) / 4_000 * (2 * 2 / 4_000) ** 0.5
+    assert (found >= 0).all()
+    assert (found == 0).sum() >= columns // 4  # about half of all estimates fall below 0 and are cut off there
+    assert found.max() < 5 * error
+
+
+def test_neither_units_nor_origin_of_a_column_matter() -> None:
+    counts = slates(300)
+    arms, _ = effects(torch.full((3,), 0.7, dtype=torch.float64), counts)
+    arms = arms[:, :1].expand(-1, 3)
+    units, origin = torch.tensor([1.0, 1e-12, -1e12]).double(), torch.tensor([0.0, 1e-9, 1e15]).double()
+    ratio, centre = common_ratio(*chosen(arms * units + origin, counts), torch.ones(300))
+    assert ratio[0] > 0.3
+    close(ratio, ratio[:1].expand(3), 1e-9)
+    close((centre - origin) / units, centre[:1].expand(3), 1e-9)
+
+
+@BOTH
+def test_columns_that_describe_the_request_stay_as_they_are(dtype: torch.dtype) -> None:
+    """All arms of a request have the same number there: nothing would be left of it."""
+    counts = slates(200)
+    arms, _ = effects(torch.full((4,), 2.0, dtype=torch.float64), counts)
+    of_request = normal(200, 2, seed=7)[requests_of(counts)]
+    arms[:, 1] = of_request[:, 0]
+    arms[:, 3] = 20 + 3 * of_request[:, 1]
+    arms = arms.to(dtype)
+    ratio, centre = common_ratio(*chosen(arms, counts), torch.ones(200))
+    assert (ratio > 0).tolist() == [True, False, True, False]
+    offer = on_offer(arms, requests_of(counts), 200)
+    left = without_common(arms, offer, ratio.to(dtype), centre.to(dtype))
+    assert torch.equal(left[:, [1, 3]], arms[:, [1, 3]])
+
+
+@BOTH
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -1e6, 1e30, 1e-30])
+def test_constant_columns_stay_finite(value: float, dtype: torch.dtype) -> None:
+    counts = slates(100)
+    arms, _ = effects(torch.full((2,), 2.0, dtype=torch.float64), counts)
+    arms[:, 1] = value
+    arms = arms.to(dtype)
+    ratio, centre = common_ratio(*chosen(arms, counts), torch.ones(100))
+    assert ratio.isfinite().all()
+    assert ratio[0] > 1
+    left = without_common(arms, on_offer(arms, requests_of(counts), 100), ratio.to(dtype), centre.to(dtype))
+    torch.testing.assert_close(left[:, 1], arms[:, 1], rtol=1e-5, atol=0)
+
+
+@BOTH
+def test_arms_alone_on_offer_are_left_alone(dtype: torch.dtype) -> None:
+    arms = normal(50, 3).to(dtype)
+    offer = on_offer(arms, torch.arange(50), 50)
+    ratio, centre = common_ratio(arms, offer, torch.ones(50))
+    assert ratio.tolist() == [0.0] * 3
+    close(centre, arms.double().mean(0), TOLERANCE[dtype])
+    assert torch.equal(without_common(arms, offer, ratio.to(dtype), centre.to(dtype)), arms)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_hardly_any_sample_is_no_trouble(rows: int) -> None:
+    arms, offer = chosen(normal(12, 2), [4, 4, 4])
+    ratio, centre = common_ratio(arms[:rows], offer[:rows], torch.ones(rows))
+    assert ratio.isfinite().all()
+    assert (ratio >= 0).all()
+    close(centre, offer[:rows, 1:].mean(0) if rows else torch.zeros(2), 1e-12)
+
+
+@BOTH
+def test_what_counts_nothing_does_not_matter(dtype: torch.dtype) -> None:
+    """Padding holds any finite number, counts of arms below 1 among them."""
+    counts = slates(80)
+    arms, _ = effects(torch.tensor([0.0, 1.0, 9.0], dtype=torch.float64), counts)
+    picked, offer = (value.to(dtype) for value in chosen(arms, counts))
+    expected = common_ratio(picked, offer, torch.ones(80))
+    garbage = (1e9 * normal(40, 7, seed=9)).to(dtype)
+    garbage[::4] = 0.0
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(0))
+    found = common_ratio(
+        torch.cat([picked, garbage[:, :3]])[order],
+        torch.cat([offer, garbage[:, 3:]])[order],
+        torch.cat([torch.ones(80), torch.zeros(40)])[order],
+    )
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-12)
+    nobody = common_ratio(garbage[:, :3], garbage[:, 3:], torch.zeros(40))
+    assert not any(value.any() for value in nobody)
+
+
+def test_a_weight_of_two_is_like_two_samples() -> None:
+    counts = slates(60)
+    arms, _ = effects(torch.tensor([0.5, 3.0], dtype=torch.float64), counts)
+    picked, offer = chosen(arms, counts)
+    weights = 1 + torch.arange(60) % 3
+    found = common_ratio(picked, offer, weights)
+    rows = torch.arange(60).repeat_interleave(weights)
+    repeated = common_ratio(picked[rows], offer[rows], torch.ones(120))
+    for one, other in zip(found, repeated, strict=True):
+        close(one, other, 1e-10)
