@@ -37,6 +37,11 @@ def on_device(like: Array) -> dict[str, Any]:
     return {"device": like.device} if isinstance(like, Tensor) else {}
 
 
+def zeros(shape: tuple[int, ...], like: Array) -> Array:
+    """Of the kind of another array."""
+    return like.new_zeros(shape) if isinstance(like, Tensor) else np.zeros(shape, like.dtype)
+
+
 def double(array: Array) -> Array:
     """In float64."""
     return array.to(torch.float64) if isinstance(array, Tensor) else array.astype(np.float64, copy=False)
@@ -56,7 +61,12 @@ def inverse(matrix: Array) -> Array:
     """Of symmetric positive definite matrices [..., D, D]."""
     if isinstance(matrix, Tensor):
         return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
-    return np.linalg.inv(matrix)
+    try:
+        return np.linalg.inv(matrix)
+    except np.linalg.LinAlgError:  # of one of them: what overflowed must not fail the others
+        sound = np.linalg.matrix_rank(matrix, hermitian=True) == matrix.shape[-1]
+        whole = np.where(sound[..., None, None], matrix, np.eye(matrix.shape[-1]))
+        return np.where(sound[..., None, None], np.linalg.inv(whole), np.nan)
 
 
 def rectified(array: Array) -> Array:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from models.arrays import Array, cast, inverse, library_of, on_device, rectified
+from models.arrays import Array, cast, inverse, library_of, on_device, rectified, zeros
 from models.memory import in_radii, kernel, recall
 from models.prior import Groups, Prior
 from models.slates import Slates
@@ -64,7 +64,7 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
     """
     library = library_of(arms)
     if not heads.shape[0]:
-        return library.ones(arms.shape[0], dtype=row.dtype, **on_device(row))
+        return zeros((arms.shape[0],), row) + 1
     agree = abs(arms @ heads.mT - mean[:, None]) <= reach[:, None]  # [N, P]
     if row.shape[0] == 1:
         themselves = agree[:, row[0]] * (row >= 0)

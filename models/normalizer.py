@@ -70,6 +70,8 @@ def winsorize(rows: Tensor, valid: Tensor) -> Tensor:
 
     A column of which more than nine tenths are one value has no robust deviation and is left as it is.
     """
+    if not rows.shape[0]:
+        return rows.to(torch.float64)
     values = torch.where(valid.unsqueeze(-1), rows.to(torch.float64), torch.nan)
     step = -(-values.numel() // QUANTILE_NUMBERS_MAX) if values.numel() > QUANTILE_NUMBERS_MAX else 1
     some = values[::step]

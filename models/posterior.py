@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, cast, chosen, double, library_of, on_device, plain, rectified
+from models.arrays import Array, cast, chosen, double, library_of, plain, rectified, zeros
 from models.encoding import (
     ROWS_MAX,
     bins_for,
@@ -158,7 +158,7 @@ class PosteriorLearner(Learner):
     def heads(self, shared: Arrays, z: Array, predicted: Array) -> Array:
         """h = [1, x, products of x where they are few, p]: z [..., d], predicted [...] → [..., D]."""
         x = z @ shared["directions"] if self.narrowed else z
-        h = library_of(z).empty((*x.shape[:-1], self.head_size), dtype=z.dtype, **on_device(z))
+        h = zeros((*x.shape[:-1], self.head_size), z)
         h[..., 0], h[..., 1 : 1 + self.seen], h[..., -1] = 1, x, predicted
         if self.products:
             h[..., 1 + self.seen : -1] = pair_products(x)
@@ -186,7 +186,6 @@ class PosteriorLearner(Learner):
         weights = sample_weights(batch, shared["since"])  # [B, S]
         users = Statistics.of(h, batch.rewards, weights)
         index, real = newest(batch.valid, self.settings.memory_samples)
-        library = library_of(h)
         return {
             "gram": cast(users.gram, h),
             "moment": cast(users.moment, h),
@@ -194,7 +193,7 @@ class PosteriorLearner(Learner):
             "kept_heads": chosen(h, index[..., None]) * real[..., None],
             "kept_rewards": chosen(batch.rewards, index) * real,
             "kept_weights": chosen(weights, index) * real,
-            "since": cast(library.zeros(h.shape[0], **on_device(h)) + shared["since"], h),
+            "since": cast(zeros((h.shape[0],), h) + shared["since"], h),
         }
 
     def _believed(self, shared: Arrays, gram: Array, moment: Array) -> Beliefs:
@@ -247,14 +246,14 @@ class PosteriorLearner(Learner):
         own, slates, library = query.own, query.slates, library_of(query.arms)
         offer = on_offer(query.arms, slates) if self.apart else query.arms[:, :0]
         z = self.standardized(outline, query.arms, offer)  # [N, d]
-        notes = library.empty((z.shape[0], self.noted), dtype=z.dtype, **on_device(z))
+        notes = zeros((z.shape[0], self.noted), z)
         notes[:, EMBEDDED : self.offered_from], notes[:, self.offered_from :] = slates.spread(own["embedding"]), offer
         if self.settings.trunk:
             predicted = foretold(outline["layers"], self.codes(outline, z), slates.spread(own["asked"]))  # [N]
         else:
             predicted = library.zeros_like(z[:, 0])
         if not self.settings.heads:
-            nobody = library.ones(z.shape[0], dtype=library.int64, **on_device(z))
+            nobody = zeros((z.shape[0],), query.own_row) + 1
             notes[:, :EMBEDDED] = predicted[:, None]
             return Scores(predicted, 0 * predicted, nobody, notes)
         h = self.heads(outline, z, predicted)  # [N, D]

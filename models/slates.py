@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.arrays import Array, library_of, on_device
+from models.arrays import Array, zeros
 
 
 @final
@@ -45,9 +45,7 @@ class Slates:
         shape = (self.requests, self.width, *rows.shape[1:])
         if self.alike:
             return rows.reshape(shape)
-        padded: Array = library_of(rows).zeros(
-            (self.requests * self.width, *rows.shape[1:]), dtype=rows.dtype, **on_device(rows)
-        )
+        padded = zeros((self.requests * self.width, *rows.shape[1:]), rows)
         padded[self._places(rows)] = rows
         return padded.reshape(shape)
 

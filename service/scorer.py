@@ -13,7 +13,7 @@ from service.served import ArmScores, ScoreRequest, ServedModel
 
 #: Requests scored in one pass.
 BATCH_REQUESTS = 64
-#: Arms scored in one pass, unless a single request has more.
+#: Arms scored in one pass, each request counted as the largest of them, unless a single request has more.
 BATCH_ARMS = 4_096
 #: Requests that may wait; more are turned away, since they would wait longer than their clients.
 WAITING_REQUESTS_MAX = 1_024
@@ -57,10 +57,10 @@ class Scorer:
 
     def _next_batch(self) -> list[tuple[ScoreRequest, asyncio.Future[ArmScores]]]:
         batch = [self._waiting.popleft()]
-        arms = batch[0][0].inputs.shape[0]
+        largest = batch[0][0].inputs.shape[0]
         while self._waiting and len(batch) < BATCH_REQUESTS:
-            arms += self._waiting[0][0].inputs.shape[0]
-            if arms > BATCH_ARMS:
+            largest = max(largest, self._waiting[0][0].inputs.shape[0])
+            if largest * (len(batch) + 1) > BATCH_ARMS:
                 break
             batch.append(self._waiting.popleft())
         return batch

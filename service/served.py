@@ -7,8 +7,8 @@ which single look-ups answer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -179,7 +179,7 @@ class ServedModel:
             own_row=self._given(np.array([self._row(request.user_id) for request in requests])),
             own_events=self._given(np.array([events for _, events in asking])),
         )
-        with nullcontext() if self._in_numpy else torch.inference_mode():
+        with _computing():
             scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
         mean, bonus = self._taken(scores.mean, np.float64), self._taken(scores.bonus, np.float64)
         group_size, phi = self._taken(scores.group_size, np.int64), self._taken(scores.phi, np.float32)
@@ -237,7 +237,7 @@ class ServedModel:
         stacked: Arrays = {name: torch.stack([state[name] for state in states]) for name in self.learner.fields}
         if self._in_numpy:
             stacked = {name: plain(tensor) for name, tensor in stacked.items()}
-        with torch.inference_mode():
+        with _computing():
             made = self.learner.brief(self._outline, stacked)
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
 
@@ -295,6 +295,13 @@ class ServedModel:
             name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
             for name in self.learner.fields
         }
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """No gradients, and no warning of what leaves the range of numbers: whoever asked is told so."""
+    with torch.inference_mode(), np.errstate(all="ignore"):
+        yield
 
 
 def _joined(briefs: Sequence[Arrays]) -> Arrays:

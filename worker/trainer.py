@@ -72,20 +72,20 @@ class Trainer:
         shape, kind = (len(pupils), longest), numpy_kind(self.learner.dtype)
         features = np.zeros((*shape, self.learner.inputs_expected), dtype=kind)
         phi = np.zeros((*shape, self.learner.noted), dtype=kind)
-        rewards, epochs = np.zeros(shape, dtype=kind), np.zeros(shape, dtype=np.int64)
+        rewards, epochs = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         counts = np.array([len(pupil.samples) for pupil in pupils], dtype=np.int64)
         for row, (pupil, count) in enumerate(zip(pupils, counts.tolist(), strict=True)):
             if not count:
                 continue
             samples = pupil.samples
-            np.stack([sample.features for sample in samples], out=features[row, :count], casting="same_kind")
-            np.stack([sample.phi for sample in samples], out=phi[row, :count], casting="same_kind")
+            np.stack([sample.features for sample in samples], out=features[row, :count])
+            np.stack([sample.phi for sample in samples], out=phi[row, :count])
             rewards[row, :count] = [sample.reward for sample in samples]
             epochs[row, :count] = [sample.epoch for sample in samples]
         given: Callable[[np.ndarray], Array] = (lambda array: array) if as_numpy else self._tensor
         return UserBatch(
             features=given(features),
-            rewards=given(rewards),
+            rewards=given(rewards.astype(kind, copy=False)),
             valid=given(np.arange(longest) < counts[:, None]),
             events=given(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
             draw=given(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
@@ -99,7 +99,8 @@ class Trainer:
         prior = self._prior(shared)
         states: list[dict[str, np.ndarray]] = []
         quarantined: list[str] = []
-        with torch.inference_mode():
+        # What leaves the range of numbers is found below, and its learner put back.
+        with torch.inference_mode(), np.errstate(all="ignore"):
             for start in range(0, len(pupils), USERS_PER_FIT):
                 part = pupils[start : start + USERS_PER_FIT]
                 previous = self._previous(prior.newborn, part) if self.learner.continues else {}

@@ -15,6 +15,7 @@ from models.learner import Query, Scores, State, UserBatch
 from models.posterior import PosteriorLearner
 from models.prior import NO_GROUP
 from models.settings import PosteriorSettings, named_settings
+from models.slates import Slates
 from tests.models.literal_posterior import (
     Array,
     LiteralPosterior,
@@ -220,10 +221,9 @@ def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
         else newborn
         for asker, _, _ in scene.requests
     ]
-    counts = torch.tensor([arms.shape[0] for _, _, arms in scene.requests])
     return Query(
         arms=torch.cat([arms for _, _, arms in scene.requests]).to(learner.dtype),
-        request=torch.arange(len(states)).repeat_interleave(counts),
+        slates=Slates([arms.shape[0] for _, _, arms in scene.requests]),
         own={name: torch.stack([state[name] for state in states]) for name in newborn},
         own_row=torch.tensor([row for _, row, _ in scene.requests]),
         own_events=torch.tensor([asker.rewards.shape[0] for asker, _, _ in scene.requests]),

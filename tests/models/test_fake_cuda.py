@@ -49,6 +49,8 @@ class WithoutDriver(TorchFunctionMode):
             return torch.ops.aten.index.Tensor(view, indices) if indices else view
         if func is Tensor.__setitem__:
             view, indices = self.view(args[0], args[1])
+            if not indices and isinstance(args[2], int | float):
+                return view.fill_(args[2])
             value = torch.as_tensor(args[2], dtype=view.dtype)
             if indices:
                 return torch.ops.aten.index_put_.default(view, indices, value)
@@ -69,7 +71,8 @@ class WithoutDriver(TorchFunctionMode):
         keys = key if isinstance(key, tuple) else (key,)
         if Ellipsis in [part for part in keys if not isinstance(part, Tensor)]:
             place = next(index for index, part in enumerate(keys) if part is Ellipsis)
-            rest = (slice(None),) * (tensor.dim() - len(keys) + 1)
+            named = [part for part in keys if part is not None]
+            rest = (slice(None),) * (tensor.dim() - len(named) + 1)
             keys = (*keys[:place], *rest, *keys[place + 1 :])
         indices: list[Tensor | None] = []
         for part in keys:
@@ -78,6 +81,9 @@ class WithoutDriver(TorchFunctionMode):
             elif isinstance(part, slice):
                 start, stop, step = part.indices(tensor.shape[len(indices)])
                 tensor = torch.ops.aten.slice.Tensor(tensor, len(indices), start, stop, step)
+                indices.append(None)
+            elif part is None:
+                tensor = tensor.unsqueeze(len(indices))
                 indices.append(None)
             elif isinstance(part, int):
                 tensor = tensor.select(len(indices), part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.offer import common_ratio, on_offer, without_common
+from models.slates import Slates
 from tests.models.literal_posterior import literal_ratio
 from tests.models.worlds import close
 
@@ -27,6 +29,12 @@ def requests_of(counts: list[int]) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
+def offered(arms: Tensor, counts: list[int]) -> Tensor:
+    """What each arm was on offer with [N, 1 + d]."""
+    offer: Tensor = on_offer(arms, Slates(counts))
+    return offer.expand(arms.shape[0], -1)
+
+
 def effects(ratio: Tensor, counts: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     """Arms [N, d] of requests of so many, with σ² = 1 and τ² = ratio [d], and the requests' effects [R, d]."""
     common = normal(len(counts), ratio.shape[0], seed=seed) * ratio.sqrt()
@@ -38,7 +46,7 @@ def chosen(arms: Tensor, counts: list[int], seed: int = 0) -> tuple[Tensor, Tens
     size = torch.tensor(counts)
     share = torch.rand(len(counts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows = size.cumsum(0) - size + (share * size).to(torch.int64)
-    return arms[rows], on_offer(arms, requests_of(counts), len(counts))[rows]
+    return arms[rows], offered(arms, counts)[rows]
 
 
 def slates(count: int, smallest: int = 1, largest: int = 8) -> list[int]:
@@ -54,14 +62,14 @@ def slates(count: int, smallest: int = 1, largest: int = 8) -> list[int]:
 
 @BOTH
 @PROPERTY
-@given(counts=SLATES, d=st.integers(1, 4), seed=st.integers(0, 2**31), mixed=st.booleans())
-def test_the_offer_is_the_looped_one(counts: list[int], d: int, seed: int, mixed: bool, dtype: torch.dtype) -> None:
-    """Requests of one arm among them, whether or not the arms of a request stand side by side."""
+@given(counts=SLATES, d=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_the_offer_is_the_looped_one(counts: list[int], d: int, seed: int, dtype: torch.dtype) -> None:
+    """Requests of one arm among them."""
     request = requests_of(counts)
-    if mixed:
-        request = request[torch.randperm(len(request), generator=torch.Generator().manual_seed(seed))]
     arms = normal(len(request), d, seed=seed).to(dtype)
-    offer = on_offer(arms, request, len(counts))
+    offer = offered(arms, counts)
+    in_numpy = on_offer(arms.numpy(), Slates(counts))
+    np.testing.assert_allclose(in_numpy, on_offer(arms, Slates(counts)).numpy(), rtol=1e-6, atol=1e-12)
     assert offer.dtype == dtype
     assert offer.shape == (len(request), 1 + d)
     for row, asked in enumerate(request.tolist()):
@@ -76,16 +84,8 @@ def test_the_offer_is_the_looped_one(counts: list[int], d: int, seed: int, mixed
 @pytest.mark.parametrize("arms", [1, 2, 7])
 def test_one_request_has_the_offer_it_has_among_others(arms: int, dtype: torch.dtype) -> None:
     rows = normal(arms + 3, 4).to(dtype)
-    alone = on_offer(rows[:arms], torch.zeros(arms, dtype=torch.int64), 1)
-    close(alone, on_offer(rows, requests_of([arms, 3]), 2)[:arms], TOLERANCE[dtype])
-
-
-def test_a_request_without_arms_is_no_trouble() -> None:
-    arms = normal(3, 2)
-    offer = on_offer(arms, torch.tensor([0, 2, 2]), 3)
-    assert offer[:, 0].tolist() == [1.0, 2.0, 2.0]
-    assert torch.equal(offer[0, 1:], arms[0])
-    assert on_offer(arms[:0], torch.zeros(0, dtype=torch.int64), 1).shape == (0, 3)
+    alone = offered(rows[:arms], [arms])
+    close(alone, offered(rows, [arms, 3])[:arms], TOLERANCE[dtype])
 
 
 # ---------------------------------------------------------------------- what is taken out
@@ -103,7 +103,7 @@ def test_what_is_left_is_what_the_formula_says(
 ) -> None:
     d = len(ratios)
     arms, centre = normal(sum(counts), d, seed=seed).to(dtype), normal(d, seed=seed + 1).to(dtype)
-    offer = on_offer(arms, requests_of(counts), len(counts))
+    offer = offered(arms, counts)
     left = without_common(arms, offer, torch.tensor(ratios, dtype=dtype), centre)
     assert left.dtype == dtype
     for row, asked in enumerate(requests_of(counts).tolist()):
@@ -118,7 +118,7 @@ def test_what_is_left_is_what_the_formula_says(
 def test_nothing_in_common_leaves_arms_bit_for_bit(dtype: torch.dtype) -> None:
     counts = [1, 5, 2]
     arms = (normal(8, 3) * torch.tensor([1e-20, 1.0, 1e30]) + torch.tensor([0.0, 1e6, 0.0])).to(dtype)
-    offer = on_offer(arms, requests_of(counts), 3)
+    offer = offered(arms, counts)
     nothing = torch.zeros(3, dtype=dtype)
     assert torch.equal(without_common(arms, offer, nothing, normal(3).to(dtype)), arms)
     partly = torch.tensor([0.0, 2.0, 0.0], dtype=dtype)
@@ -142,7 +142,7 @@ def test_the_true_ratio_takes_out_what_is_nearest_to_the_requests_effect(arms: i
     counts, columns = [arms] * 4_000, 10
     truth = torch.full((columns,), ratio, dtype=torch.float64)
     rows, common = effects(truth, counts, seed=arms)
-    offer, sought = on_offer(rows, requests_of(counts), len(counts)), common[requests_of(counts)]
+    offer, sought = offered(rows, counts), common[requests_of(counts)]
 
     def miss(assumed: Tensor) -> float:
         taken = rows - without_common(rows, offer, assumed, torch.zeros(columns, dtype=torch.float64))
@@ -235,7 +235,7 @@ def test_columns_that_describe_the_request_stay_as_they_are(dtype: torch.dtype) 
     arms = arms.to(dtype)
     ratio, centre = common_ratio(*chosen(arms, counts), torch.ones(200))
     assert (ratio > 0).tolist() == [True, False, True, False]
-    offer = on_offer(arms, requests_of(counts), 200)
+    offer = offered(arms, counts)
     left = without_common(arms, offer, ratio.to(dtype), centre.to(dtype))
     assert torch.equal(left[:, [1, 3]], arms[:, [1, 3]])
 
@@ -250,14 +250,14 @@ def test_constant_columns_stay_finite(value: float, dtype: torch.dtype) -> None:
     ratio, centre = common_ratio(*chosen(arms, counts), torch.ones(100))
     assert ratio.isfinite().all()
     assert ratio[0] > 1
-    left = without_common(arms, on_offer(arms, requests_of(counts), 100), ratio.to(dtype), centre.to(dtype))
+    left = without_common(arms, offered(arms, counts), ratio.to(dtype), centre.to(dtype))
     torch.testing.assert_close(left[:, 1], arms[:, 1], rtol=1e-5, atol=0)
 
 
 @BOTH
 def test_arms_alone_on_offer_are_left_alone(dtype: torch.dtype) -> None:
     arms = normal(50, 3).to(dtype)
-    offer = on_offer(arms, torch.arange(50), 50)
+    offer = offered(arms, [1] * 50)
     ratio, centre = common_ratio(arms, offer, torch.ones(50))
     assert ratio.tolist() == [0.0] * 3
     close(centre, arms.double().mean(0), TOLERANCE[dtype])

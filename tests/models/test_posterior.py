@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-import models.judging
 from models.posterior import PosteriorLearner
 from tests.models.literal_posterior import shown
 from tests.models.posterior_worlds import (
@@ -173,29 +172,6 @@ def test_arms_in_another_order_have_the_same_scores(changes: dict[str, int]) -> 
     places = torch.cat([order + 4 * request for request in range(3)])
     for name in ("mean", "bonus", "phi", "group_size"):
         close(getattr(mixed, name), getattr(straight, name)[places], 1e-10)
-
-
-@WIDTHS
-def test_arms_of_requests_may_alternate(changes: dict[str, int]) -> None:
-    """Nothing says that the arms of a request stand side by side in a query."""
-    scene = scene_of(**changes)
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
-    pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
-    straight = learner.score(scene.shared, pool, query)
-    order = torch.arange(12).view(3, 4).T.flatten()
-    mixed = learner.score(scene.shared, pool, replace(query, arms=query.arms[order], request=query.request[order]))
-    close(mixed.mean, straight.mean[order], 1e-10)
-    close(mixed.bonus, straight.bonus[order], 1e-10)
-    close(mixed.phi, straight.phi[order], 1e-10)
-    assert mixed.group_size.tolist() == straight.group_size[order].tolist()
-
-
-def test_scoring_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = answered(scene_of())
-    monkeypatch.setattr(models.judging, "KERNEL_NUMBERS_MAX", 5 * 4 * 3)  # Five arms of 4 samples of 3 numbers.
-    parts = answered(scene_of())
-    close(parts.mean, whole.mean, 1e-10)
-    close(parts.bonus, whole.bonus, 1e-10)
 
 
 def test_the_askers_row_in_the_pool_is_not_read() -> None:

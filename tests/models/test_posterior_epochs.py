@@ -12,6 +12,7 @@ from torch import Tensor
 from models.learner import Query, State, UserBatch
 from models.posterior import PosteriorLearner
 from models.settings import PosteriorSettings
+from models.slates import Slates
 from tests.models.literal_posterior import literal_ratio
 from tests.models.posterior_worlds import (
     WIDE,
@@ -262,7 +263,7 @@ def test_the_trunk_learns_what_kinds_of_users_want() -> None:
     own["head"][:, 1] = shared["prior_mean"][1].float() + deviation * torch.tensor([1.0, -1.0])
     query = Query(
         arms=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
-        request=torch.tensor([0, 0, 1, 1]),
+        slates=Slates([2, 2]),
         own=own,
         own_row=torch.tensor([-1, -1]),
         own_events=torch.tensor([20, 20]),
@@ -358,7 +359,7 @@ def test_whoever_was_fitted_before_a_change_counts_as_if_fitted_after(place: str
         fitted(learner, derived | {"since": 0 * derived["since"]}, [person]),
         fitted(learner, derived, [person]),
     ):
-        query = Query(arms, torch.zeros(4, dtype=torch.int64), state, torch.tensor([-1]), torch.tensor([8]))
+        query = Query(arms, Slates([4]), state, torch.tensor([-1]), torch.tensor([8]))
         # Who asks is told by the head as it was fitted, which is not in question here.
         query = replace(query, own={**query.own, "head": derived["prior_mean"].unsqueeze(0)})
         found.append(learner.score(derived, fitted(learner, derived, []), query))
@@ -453,7 +454,7 @@ def test_extremes_stay_finite(name: str, chosen: PosteriorSettings, dtype: torch
     arms = torch.cat([people[0].features[:3], torch.tensor([[1e30, -1e30, 0.0], [0.0, 0.0, 0.0]])]).to(dtype)
     query = Query(
         arms=arms,
-        request=torch.zeros(arms.shape[0], dtype=torch.int64),
+        slates=Slates([arms.shape[0]]),
         own={name: value[:1] for name, value in states.items()},
         own_row=torch.tensor([0]),
         own_events=torch.tensor([8]),

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,12 @@ def watched(publisher: Publisher, sizes: list[int]) -> None:
 
 
 async def break_user(shop: Workshop, user: str) -> None:
-    """Store a state that no learner goes on from."""
+    """Store a sample that no learner can be made of."""
     [delivery] = await shop.give([make_event(user, 900)], "breaker")
     assert delivery.event is not None
     state = UserState(user, 0, 1, 0, {"theta": np.zeros(2, dtype=np.float32)})
-    update = UserUpdate(state, 0, 0, [delivery.event.sample()], [delivery.entry_id])
+    foreign = replace(delivery.event.sample(), features=np.zeros(1, dtype=np.float32))
+    update = UserUpdate(state, 0, 0, [foreign], [delivery.entry_id])
     await shop.users.apply(0, "breaker", [delivery.entry_id], [update])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -44,8 +45,8 @@ def pupils(*names: str, samples: int = 2) -> list[Pupil]:
 
 
 def misfit(name: str) -> Pupil:
-    """A user no learner can be made of: the state before is one of something else."""
-    return Pupil(name, 3, [make_sample(1)], {"theta": np.zeros(1, dtype=np.float32)})
+    """A user no learner can be made of: samples are of something else."""
+    return Pupil(name, 3, [replace(make_sample(1), features=np.zeros(1, dtype=np.float32))], None)
 
 
 @pytest.fixture

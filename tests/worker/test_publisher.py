@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -249,20 +250,21 @@ class TestBurial:
         assert await shop.dead_letters() == []
 
 
-async def test_a_state_of_something_else_fails_its_user_alone(shop: Workshop) -> None:
+async def test_samples_of_something_else_fail_their_user_alone(shop: Workshop) -> None:
     """Two partitions' consumers share a desk; a broken user of one is no trouble of the other."""
     deliveries = await shop.give([make_event("broken", 1)])
-    foreign = UserState("broken", 0, 1, 0, {"theta": np.zeros(2, dtype=np.float32)})
+    state = UserState("broken", 0, 1, 0, {"theta": np.zeros(2, dtype=np.float32)})
     event = deliveries[0].event
     assert event is not None
-    update = UserUpdate(foreign, 0, 0, [event.sample()], [deliveries[0].entry_id])
+    foreign = replace(event.sample(), features=np.zeros(1, dtype=np.float32))
+    update = UserUpdate(state, 0, 0, [foreign], [deliveries[0].entry_id])
     await shop.users.apply(0, "c1", [deliveries[0].entry_id], [update])
 
     publisher = shop.publisher()
     broken = await shop.give([make_event("broken", 2)])
     sound = await shop.give([make_event("sound", 3)])
     outcomes = await asyncio.gather(publisher.publish(0, broken), publisher.publish(0, sound), return_exceptions=True)
-    assert isinstance(outcomes[0], KeyError)
+    assert isinstance(outcomes[0], ValueError)
     assert outcomes[1] == 2
     assert await shop.versions() == {"broken": 1, "sound": 1}
     assert await shop.pending() == 1
