@@ -7,6 +7,7 @@ is written once, for both, with what the two have in common and the few function
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,9 +23,14 @@ def library_of(array: Array) -> Any:
     return torch if isinstance(array, Tensor) else np
 
 
-def plain(tensor: Tensor) -> Array:
-    """The numpy array that shares a CPU tensor's memory."""
-    return tensor.numpy()
+def packed(tensor: Tensor) -> Array:
+    """A numpy array of a CPU tensor's numbers in the order of its rows: what is used often is worth the copy."""
+    return np.ascontiguousarray(tensor.numpy())
+
+
+def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    """The numpy arrays that share CPU tensors' memory."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def numpy_kind(dtype: torch.dtype) -> type[np.floating[Any]]:

@@ -74,12 +74,10 @@ def products_for(inputs: int, most: int) -> int:
 
 def pair_products(x: Array) -> Array:
     """x_i·x_j for i ≤ j, [..., c] → [..., c(c+1)/2]; squares less the 1 that they are on average."""
-    count = x.shape[-1]
-    rows = [x[..., i : i + 1] * x[..., i:] for i in range(count)]  # as many as heads can hold: a handful
-    products = library_of(x).concatenate(rows, -1)
-    squares = [i * count - i * (i - 1) // 2 for i in range(count)]
-    products[..., squares] -= 1
-    return products
+    rows = [x[..., i : i + 1] * x[..., i:] for i in range(x.shape[-1])]  # as many as heads can hold: a handful
+    for row in rows:
+        row[..., 0] -= 1
+    return library_of(x).concatenate(rows, -1)
 
 
 def turned_towards(z: Tensor, directions: Tensor, before: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, cast, chosen, double, library_of, plain, rectified, zeros
+from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, rectified, zeros
 from models.encoding import (
     ROWS_MAX,
     bins_for,
@@ -211,15 +211,15 @@ class PosteriorLearner(Learner):
         return Groups(pull, offset, shared["group_share"])
 
     def outline(self, shared: State, *, as_numpy: bool = False) -> dict[str, Any]:
-        arrays: dict[str, Any] = {name: plain(tensor) if as_numpy else tensor for name, tensor in shared.items()}
+        arrays: dict[str, Any] = dict(as_arrays(shared)) if as_numpy else dict(shared)
         (first, offset), *rest = self.trunk.layers(shared["trunk"])
         arms = first.shape[1] - self.embedded
-        # Transposed as they are needed, and who asks apart from what is asked about: that is the same for all arms.
-        layers = [(first[:, :arms].mT.contiguous(), offset), *((w.mT.contiguous(), b) for w, b in rest)]
-        asking = first[:, arms:].mT.contiguous()
+        # Who asks is the same for all arms of a request, so that part of the first layer stands apart.
+        layers = [(first[:, :arms].mT, offset), *((weight.mT, offset) for weight, offset in rest)]
+        asking = first[:, arms:].mT
         return arrays | {
-            "layers": [(plain(w), plain(b)) for w, b in layers] if as_numpy else layers,
-            "asking": plain(asking) if as_numpy else asking,
+            "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
+            "asking": packed(asking) if as_numpy else asking,
             "pieces": pieces(arrays["edges"]) if self.bins else None,
         }
 

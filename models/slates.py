@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.arrays import Array, zeros
+from models.arrays import Array, cast, zeros
 
 
 @final
@@ -68,9 +68,7 @@ class Slates:
 
     def counts(self, like: Array) -> Array:
         """The sizes as numbers of a kind [R, 1]."""
-        if isinstance(like, Tensor):
-            return like.new_tensor(self.sizes).unsqueeze(-1)
-        return np.array(self.sizes, like.dtype)[:, None]
+        return cast(self._like(np.array(self.sizes)[:, None], like), like)
 
     def _places(self, like: Array) -> Array:
         sizes = np.array(self.sizes)

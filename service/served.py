@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.arrays import Array, library_of, numpy_kind, plain
+from models.arrays import Array, as_arrays, library_of, numpy_kind
 from models.bank import UserBank
 from models.learner import Arrays, Learner, Query, State
 from models.slates import Slates
@@ -236,7 +236,7 @@ class ServedModel:
         """What judging needs of users with these states, each [1, …]."""
         stacked: Arrays = {name: torch.stack([state[name] for state in states]) for name in self.learner.fields}
         if self._in_numpy:
-            stacked = {name: plain(tensor) for name, tensor in stacked.items()}
+            stacked = as_arrays(stacked)
         with _computing():
             made = self.learner.brief(self._outline, stacked)
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
@@ -246,7 +246,7 @@ class ServedModel:
         if not self._in_numpy:
             return view
         if self._plain_view is None or self._plain_view[0] is not view:
-            self._plain_view = view, {name: plain(tensor) for name, tensor in view.items()}
+            self._plain_view = view, as_arrays(view)
         return self._plain_view[1]
 
     def _given(self, array: NDArray[Any]) -> Array:

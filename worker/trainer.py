@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.arrays import Array, numpy_kind, plain
+from models.arrays import Array, as_arrays, numpy_kind
 from models.learner import Arrays, Learner, State, UserBatch
 from store.codec import Sample
 
@@ -121,7 +121,7 @@ class Trainer:
         if self._known is None or self._known.of is not shared:
             with torch.inference_mode():
                 newborn = self.learner.newborn(shared)
-            given = {name: plain(tensor) for name, tensor in shared.items()} if self._in_numpy else shared
+            given = as_arrays(shared) if self._in_numpy else shared
             self._known = _Prior(shared, given, newborn)
         return self._known
 

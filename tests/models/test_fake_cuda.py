@@ -54,7 +54,7 @@ class WithoutDriver(TorchFunctionMode):
             value = torch.as_tensor(args[2], dtype=view.dtype)
             if indices:
                 return torch.ops.aten.index_put_.default(view, indices, value)
-            return view.copy_(value)
+            return torch.ops.aten.copy_.default(view, value)
         if func is Tensor.__invert__:
             return torch.bitwise_not(args[0])
         return func(*args, **(kwargs or {}))
