@@ -64,15 +64,24 @@ def chosen(array: Array, index: Array) -> Array:
 
 
 def inverse(matrix: Array) -> Array:
-    """Of symmetric positive definite matrices [..., D, D]."""
+    """Of symmetric positive definite matrices [..., D, D]; NaN for one that has none."""
     if isinstance(matrix, Tensor):
-        return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        sound = (failed == 0)[..., None, None]
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, identity)), torch.nan)
     try:
         return np.linalg.inv(matrix)
-    except np.linalg.LinAlgError:  # of one of them: what overflowed must not fail the others
-        sound = np.linalg.matrix_rank(matrix, hermitian=True) == matrix.shape[-1]
-        whole = np.where(sound[..., None, None], matrix, np.eye(matrix.shape[-1]))
-        return np.where(sound[..., None, None], np.linalg.inv(whole), np.nan)
+    except np.linalg.LinAlgError:  # says not of which, and what overflowed must not fail the others
+        each = matrix.reshape(-1, *matrix.shape[-2:])
+        return np.stack([_inverse_or_nan(one) for one in each]).reshape(matrix.shape)
+
+
+def _inverse_or_nan(matrix: Array) -> Array:
+    try:
+        return np.linalg.inv(matrix)
+    except np.linalg.LinAlgError:
+        return np.full_like(matrix, np.nan)
 
 
 def rectified(array: Array) -> Array:

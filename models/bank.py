@@ -58,6 +58,8 @@ class UserBank:
         for name, column in self._columns.items():  # before anyone is entered: no row may stay unwritten
             if states[name].shape != (len(users), *column.shape[1:]):
                 raise ValueError(f"{name} of {len(users)} users cannot have the shape {tuple(states[name].shape)}")
+        if len(events) != len(users):
+            raise ValueError(f"events of {len(events)} users cannot be those of {len(users)}")
         fresh = [user for user in dict.fromkeys(users) if user not in self._rows]
         self._reserve(len(self._users) + len(fresh))
         for user in fresh:

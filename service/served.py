@@ -93,8 +93,8 @@ class ServedModel:
         self._pool = UserBank(learner.fields, learner.dtype, device)
         self._guests: OrderedDict[str, tuple[State, int]] = OrderedDict()
         self._standing: dict[str, Standing] = {}
-        #: What was worked out of users lately, and with which state and epoch; and whose is out of date.
-        self._briefs: OrderedDict[str, tuple[tuple[Standing, int], Arrays]] = OrderedDict()
+        #: What was worked out of users asked about lately, the latest last; and whose is out of date.
+        self._briefs: OrderedDict[str, Arrays] = OrderedDict()
         self._stale: dict[str, None] = {}
         self._stranger: Arrays | None = None
         self._plain_view: tuple[State, Arrays] | None = None
@@ -198,11 +198,12 @@ class ServedModel:
         users = [user for user, _ in zip(self._stale, range(most), strict=False)]
         for user in users:
             del self._stale[user]
+            if user not in self._standing:
+                del self._briefs[user]
         held = [user for user in users if user in self._standing]
         if held:
             states = [self._own(user) for user in held]
-            for user, brief in zip(held, self._briefs_of(states), strict=True):
-                self._keep(user, brief)
+            self._briefs |= zip(held, self._briefs_of(states), strict=True)
         return len(self._stale)
 
     def _brief_of(self, request: ScoreRequest) -> tuple[Arrays, int]:
@@ -217,20 +218,14 @@ class ServedModel:
             return self._stranger, 0
         if user in self._guests:
             self._guests.move_to_end(user)
-        kept = self._briefs.get(user)
-        if kept is not None and kept[0] == (standing, self.epoch_number):
-            return kept[1], standing.version
-        brief = self._briefs_of([self._own(user)])[0]
-        self._keep(user, brief)
-        self._stale.pop(user, None)
-        return brief, standing.version
-
-    def _keep(self, user: str, brief: Arrays) -> None:
-        self._briefs[user] = (self._standing[user], self.epoch_number), brief
+        if user not in self._briefs or user in self._stale:
+            self._briefs[user] = self._briefs_of([self._own(user)])[0]
+            self._stale.pop(user, None)
         self._briefs.move_to_end(user)
         while len(self._briefs) > BRIEFS_MAX:
             dropped, _ = self._briefs.popitem(last=False)
             self._stale.pop(dropped, None)
+        return self._briefs[user], standing.version
 
     def _briefs_of(self, states: Sequence[State]) -> list[Arrays]:
         """What judging needs of users with these states, each [1, …]."""

@@ -24,7 +24,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 #: The command line starts everything, so it may import everything.
 FREE_MODULES = frozenset({"service/cli.py"})
 #: All that the mathematics may use from outside.
-MODELS_MAY_USE = frozenset({"torch", "numpy"}) | sys.stdlib_module_names
+MODELS_MAY_USE = frozenset({"torch", "numpy", "threadpoolctl"}) | sys.stdlib_module_names
 MAX_LINES = 400
 
 # Put together, or this file would mention what it forbids.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Trainer:
         given: Callable[[np.ndarray], Array] = (lambda array: array) if as_numpy else self._tensor
         return UserBatch(
             features=given(features),
-            rewards=given(rewards.astype(kind, copy=False)),
+            rewards=given(_cut(rewards, kind)),
             valid=given(np.arange(longest) < counts[:, None]),
             events=given(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
             draw=given(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
@@ -142,6 +142,12 @@ def _draw(pupil: Pupil) -> int:
     """A number that belongs to this user at this version, for whatever the learner chooses at random."""
     digest = blake2b(f"{pupil.user_id}:{pupil.events}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _cut(array: np.ndarray, kind: type[np.floating[Any]]) -> np.ndarray:
+    """In another type; what that cannot hold is infinite, and found when its learner is not finite."""
+    with np.errstate(over="ignore"):
+        return array.astype(kind, copy=False)
 
 
 def _finite_rows(array: np.ndarray) -> np.ndarray:

@@ -109,3 +109,108 @@ def test_who_is_not_there() -> None:
     with pytest.raises(KeyError):
         bank.remove("nobody")
     assert bank.view()["theta"].shape == (0, 3)
+
+
+class TestTheView:
+    """It is kept between calls, and shows everyone as they are all the same."""
+
+    def test_it_is_the_same_until_users_come_or_go(self) -> None:
+        bank = make_bank()
+        bank.put(["a", "b"], states([1.0, 2.0]), [1, 2])
+        view = bank.view()
+        bank.put(["b"], states([5.0]), [5])
+        bank.put(["b", "a"], states([6.0, 7.0]), [6, 7])
+        assert bank.view() is view
+        assert view["theta"].tolist() == [[7.0] * 3, [6.0] * 3], "what was put is seen in a view taken before"
+        assert_holds(bank, {"a": 7, "b": 6})
+
+    @pytest.mark.parametrize("together", [1, 2], ids=["one", "two"])
+    def test_newcomers(self, together: int) -> None:
+        bank = make_bank()
+        bank.put(["a"], states([1.0]), [1])
+        assert len(bank.view()["theta"]) == 1
+        users = ["b", "c"][:together]
+        bank.put(users, states([2.0] * together), [2] * together)
+        assert_holds(bank, {"a": 1, **dict.fromkeys(users, 2)})
+
+    def test_removals(self) -> None:
+        bank = make_bank()
+        bank.put(["a", "b", "c"], states([1.0, 2.0, 3.0]), [1, 2, 3])
+        for gone, left in (("c", {"a": 1, "b": 2}), ("a", {"b": 2}), ("b", {})):
+            assert len(bank.view()["count"]) == len(left) + 1
+            bank.remove(gone)
+            assert_holds(bank, left)
+
+    def test_somebody_who_comes_for_somebody_who_went(self) -> None:
+        """There are as many as before, and none of the rows is where the old view has it."""
+        bank = make_bank()
+        bank.put(["a", "b"], states([1.0, 2.0]), [1, 2])
+        bank.view()
+        bank.remove("a")
+        bank.put(["c"], states([3.0]), [3])
+        assert_holds(bank, {"b": 2, "c": 3})
+
+    def test_growth(self) -> None:
+        """Rows move to larger tensors: whoever wrote to the old ones would be seen by nobody."""
+        bank = make_bank()
+        expected = {f"user {number}": number for number in range(FIRST_CAPACITY)}
+        bank.put(list(expected), states([float(value) for value in expected.values()]), list(expected.values()))
+        assert bank.capacity == FIRST_CAPACITY
+        before = bank.view()
+        bank.put(["new"], states([1000.0]), [1000])
+        assert bank.capacity == 2 * FIRST_CAPACITY
+        assert_holds(bank, {**expected, "new": 1000})
+        bank.put(["user 0"], states([2000.0]), [2000])
+        assert_holds(bank, {**expected, "new": 1000, "user 0": 2000})
+        assert before["count"][0] == 0
+
+
+def test_users_put_alone_and_together_are_the_same() -> None:
+    """In every field, also where a user is there already, and in another precision."""
+    users = ["a", "b", "c", "a", "d", "b"]
+    generator = torch.Generator().manual_seed(0)
+    many = {
+        name: torch.randn(len(users), *shape, generator=generator, dtype=torch.float64)
+        for name, shape in FIELDS.items()
+    }
+    alone, together = make_bank(), make_bank()
+    for place, user in enumerate(users):
+        alone.put([user], {name: value[place : place + 1] for name, value in many.items()}, [place])
+    for half in (slice(0, 3), slice(3, 6)):
+        values = {name: value[half] for name, value in many.items()}
+        together.put(users[half], values, list(range(6))[half])
+    assert alone.users == together.users == ["a", "b", "c", "d"]
+    for user in alone.users:
+        assert alone.events(user) == together.events(user)
+    for name, value in alone.view().items():
+        assert torch.equal(value, together.view()[name])
+        assert value.dtype == torch.float32
+        assert torch.equal(value, many[name][[3, 5, 2, 4]].float()), "each as they were put last"
+
+
+def test_a_row_that_was_put_is_a_copy() -> None:
+    bank = make_bank()
+    given = states([1.0])
+    bank.put(["a"], given, [1])
+    for value in given.values():
+        value += 1
+    assert_holds(bank, {"a": 1})
+
+
+def test_events_move_with_their_rows() -> None:
+    bank = make_bank()
+    expected = {f"user {number}": 100 + number for number in range(6)}
+    bank.put(list(expected), states([float(value) for value in expected.values()]), list(expected.values()))
+    for gone in (
+        "user 0",
+        "user 5",
+        "user 3",
+        "user 4",
+    ):  # the first, who was moved there, the last, and again the first
+        bank.remove(gone)
+        del expected[gone]
+        assert {user: bank.events(user) for user in bank.users} == expected
+        with pytest.raises(KeyError):
+            bank.events(gone)
+    bank.put(["user 0"], states([7.0]), [7])
+    assert_holds(bank, {**expected, "user 0": 7})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice, permutations
+from hashlib import blake2b
+from itertools import islice, permutations, repeat
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest
 
+from models import exploration as exploration_module
 from models.exploration import (
     FlooredUpperConfidence,
     InverseGap,
@@ -131,6 +134,113 @@ class TestRandomness:
         first = list(islice(decision_draws(0, "x"), 20))
         list(islice(decision_draws(0, "y"), 100))
         assert list(islice(decision_draws(0, "x"), 20)) == first
+
+
+class TestDraws:
+    #: Numbers that one digest is good for.
+    BLOCK = 8
+
+    def test_are_numbers_from_0_to_below_1_on_and_on(self) -> None:
+        drawn = list(islice(decision_draws(3, "d"), 50 * self.BLOCK))
+        assert all(0 <= number < 1 for number in drawn)
+        assert len(set(drawn)) == len(drawn), "also past the first digest nothing comes again"
+
+    @pytest.mark.parametrize(("byte", "expected"), [(0, 0.0), (255, 1 - 2.0**-53)])
+    def test_the_extremes_of_a_digest(self, byte: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No id is known that hashes to them; rounded to 1, the largest would name no arm."""
+
+        class Extreme:
+            def __init__(self, data: bytes) -> None:
+                self.size = blake2b(data).digest_size
+
+            def digest(self) -> bytes:
+                return bytes([byte]) * self.size
+
+        monkeypatch.setattr(exploration_module, "blake2b", Extreme)
+        assert list(islice(decision_draws(0, "d"), 2 * self.BLOCK)) == [expected] * (2 * self.BLOCK)
+
+    def test_are_the_decisions_own(self) -> None:
+        def drawn(seed: int, decision_id: str) -> list[float]:
+            return list(islice(decision_draws(seed, decision_id), 3 * self.BLOCK))
+
+        assert drawn(1, "d") == drawn(1, "d")
+        # Among them ids that look like the seed, the number of a digest, or both.
+        names = ["", "a", "b", "é", "0", "1", "1:", "0:a", "1:a", "1:0:a", "a" * 500]
+        everyone = [drawn(seed, name) for seed in (0, 1, 10, -1, 2**63) for name in names]
+        assert len({number for each in everyone for number in each}) == sum(map(len, everyone))
+
+    @pytest.mark.parametrize("position", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+    def test_are_uniform_over_decisions(self, position: int) -> None:
+        drawn = np.array([next(islice(decision_draws(7, f"d{n}"), position, None)) for n in range(4_000)])
+        # The numbers are fixed; of others, chance alone would fail one set in ten thousand.
+        assert kstest(drawn, "uniform").pvalue > 1e-4
+        last_bits = (drawn * 2.0**53).astype(np.int64) % 16
+        assert chisquare(np.bincount(last_bits, minlength=16)).pvalue > 1e-4
+
+    def test_the_positions_of_a_decision_have_nothing_to_do_with_each_other(self) -> None:
+        rows = np.array([list(islice(decision_draws(7, f"d{n}"), 2 * self.BLOCK)) for n in range(2_000)])
+        apart = np.corrcoef(rows.T) - np.eye(2 * self.BLOCK)
+        assert np.abs(apart).max() < 5 / np.sqrt(len(rows))
+
+
+class Fixed(Policy):
+    """Shares that are given, for as many arms as there are left."""
+
+    name = "fixed"
+
+    def __init__(self, shares: list[float]) -> None:
+        self.shares = shares
+
+    def probabilities(self, mean: np.ndarray, bonus: np.ndarray) -> np.ndarray:
+        left = np.array([self.shares[int(arm)] for arm in mean])
+        return left / left.sum()
+
+
+JUST_BELOW_1 = 1 - 2.0**-53
+
+
+class TestDrawing:
+    @pytest.mark.parametrize("draw", [0.0, 5e-324, 0.5, JUST_BELOW_1])
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(weights=st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 0.1, 1 / 3, 1.0, 7.0]), min_size=1, max_size=9))
+    def test_no_arm_without_a_chance_is_ever_drawn(self, draw: float, weights: list[float]) -> None:
+        possible = sum(weight > 0 for weight in weights)
+        assume(possible)
+        arms, none = np.arange(float(len(weights))), np.zeros(len(weights))
+        slate = draw_slate(Fixed(weights), arms, none, possible, repeat(draw))
+        assert len(set(slate.chosen)) == possible
+        assert all(weights[arm] > 0 for arm in slate.chosen)
+        assert all(propensity > 0 for propensity in slate.propensities)
+
+    @pytest.mark.parametrize("count", [1, 3, 10, 49])
+    def test_the_ends_are_those_of_the_arms_with_a_chance(self, count: int) -> None:
+        """Also where shares add up to a little less or more than 1."""
+        weights = [0.0, *[1 / count] * count, 0.0]
+        arms, none = np.arange(float(len(weights))), np.zeros(len(weights))
+        for draw, first in ((0.0, 1), (JUST_BELOW_1, count)):
+            assert draw_slate(Fixed(weights), arms, none, 1, iter([draw])).chosen == (first,)
+
+    def test_each_arm_has_the_part_that_its_share_is(self) -> None:
+        weights = [0.125, 0.0, 0.25, 0.5, 0.125]  # exact in binary, so that it is known which arm each end belongs to
+        arms, none = np.arange(5.0), np.zeros(5)
+        expected = {0.0: 0, 0.124: 0, 0.125: 2, 0.374: 2, 0.375: 3, 0.874: 3, 0.875: 4, JUST_BELOW_1: 4}
+        found = {draw: draw_slate(Fixed(weights), arms, none, 1, iter([draw])).chosen[0] for draw in expected}
+        assert found == expected
+
+    def test_a_slate_takes_one_number_a_position(self) -> None:
+        draws = iter([0.99, 0.0, 0.0, 0.5])
+        assert draw_slate(FlooredUpperConfidence(1.0), np.zeros(4), np.zeros(4), 3, draws).chosen == (3, 0, 1)
+        assert list(draws) == [0.5]
+
+    def test_arms_come_as_often_as_their_shares_say(self) -> None:
+        weights = [0.05, 0.0, 0.3, 0.02, 0.63]
+        arms, none, draws = np.arange(5.0), np.zeros(5), 4_000
+        seen = Counter(
+            draw_slate(Fixed(weights), arms, none, 1, decision_draws(11, f"d{n}")).chosen[0] for n in range(draws)
+        )
+        assert seen[1] == 0
+        drawn, wanted = [arm for arm, weight in enumerate(weights) if weight], [each for each in weights if each]
+        assert chisquare([seen[arm] for arm in drawn], np.array(wanted) * draws).pvalue > 1e-4
 
 
 class TestMaking:

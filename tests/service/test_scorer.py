@@ -89,6 +89,30 @@ async def test_batches_have_limits(busy: tuple[Executor, Event], monkeypatch: py
     assert max(sizes) <= 4
 
 
+async def test_no_batch_is_larger_than_its_limit_once_padded(
+    busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arms stand side by side, so that beside a large request a small one takes as much room as the large one."""
+    monkeypatch.setattr(scorer_module, "BATCH_ARMS", 12)
+    compute, free = busy
+    model = ServedModel(build_learner(small(), INPUTS), CPU, pool_max=10, guests_max=10)
+    batches: list[list[int]] = []
+    score = model.score
+
+    def noted(requests: Sequence[ScoreRequest]) -> list[ArmScores]:
+        batches.append([len(request.inputs) for request in requests])
+        return score(requests)
+
+    model.score = noted  # type: ignore[method-assign]
+    scorer = Scorer(model, compute)
+    arms = (2, 2, 2, 10, 1, 1, 1, 6, 5, 4, 4, 4, 20, 1)
+    tasks = await all_waiting(*(scorer.score(ask(seed, count)) for seed, count in enumerate(arms)))
+    free.set()
+    assert [len(scores.mean) for scores in await answers(tasks)] == list(arms)
+    # Without padding 10 and 1 would fit into one, and 1, 1, 1, 6 as well.
+    assert batches == [[2, 2, 2], [10], [1, 1, 1], [6, 5], [4, 4, 4], [20], [1]]
+
+
 async def test_too_many_waiting_are_turned_away(busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorer_module, "WAITING_REQUESTS_MAX", 5)
     compute, free = busy

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from models.presets import build_learner
-from models.settings import MetaBanSettings
+from models.settings import MetaBanSettings, named_settings
+from store.codec import Sample
 from tests.worker.workshop import CPU, INPUTS, make_sample, small
 from worker import trainer as trainer_module
 from worker.epochs import choose_teachers, derive_shared
@@ -168,3 +172,146 @@ class TestDerivation:
         assert choose_teachers(names[::-1], 10) == chosen
         # A newcomer displaces one at most.
         assert len(set(choose_teachers([*names, "newcomer"], 10)) & set(chosen)) >= 9
+
+
+#: Near the largest float32: finite, while sums and products of it are not.
+NEAR_THE_LIMIT = 3e38
+#: The default learner as it sees few inputs, and as it sees many.
+NARROW: dict[str, Any] = {"width": 6, "bins": 2, "memory_samples": 4}
+WIDE: dict[str, Any] = {**NARROW, "head_inputs_max": 2, "head_directions": 2}
+WIDTHS = pytest.mark.parametrize("changes", [NARROW, WIDE], ids=["narrow", "wide"])
+
+
+def default_trainer(changes: dict[str, Any]) -> Trainer:
+    return Trainer(build_learner(named_settings("default", **changes), INPUTS), CPU)
+
+
+def logged_sample(trainer: Trainer, number: int) -> Sample:
+    """As it was logged, small numbers noted with it; of wide inputs also that two arms were on offer."""
+    phi = np.random.default_rng(number).uniform(size=trainer.learner.noted).astype(np.float32)
+    if trainer.learner.apart:
+        phi[trainer.learner.offered_from] = 2
+    return replace(make_sample(number), phi=phi)
+
+
+def logged_pupil(trainer: Trainer, name: str, samples: int, *, first: int = 0) -> Pupil:
+    return Pupil(name, samples, [logged_sample(trainer, first + number) for number in range(samples)], None)
+
+
+def logged_people(trainer: Trainer) -> list[Pupil]:
+    """Users with pasts of different lengths, one without any, one with more than the memory keeps."""
+    lengths = (1, 7, 0, 3, 12)
+    return [logged_pupil(trainer, f"user {place}", length, first=10 * place) for place, length in enumerate(lengths)]
+
+
+def grouped(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """An epoch with groups, which count."""
+    teachers = [logged_pupil(trainer, f"teacher {place}", 6, first=100 + 6 * place) for place in range(6)]
+    shared = derive_shared(trainer, trainer.learner.initial_shared(), teachers, 0, 512)
+    return shared | {"guard": torch.full_like(shared["guard"], 0.6)}
+
+
+def overflowing(trainer: Trainer, samples: int, what: str) -> Pupil:
+    """A user whose last sample is of an unusual arm, and near the limit or beyond it."""
+    sound = logged_pupil(trainer, "broken", samples, first=60)
+    last, noted = sound.samples[-1], sound.samples[-1].phi.copy()
+    if what == "noted":
+        noted[0] = NEAR_THE_LIMIT
+    reward = {"reward": NEAR_THE_LIMIT, "absurd reward": ABSURD_REWARD}.get(what, last.reward)
+    broken = replace(last, features=np.full(INPUTS, 5, dtype=np.float32), reward=reward, phi=noted)
+    return replace(sound, samples=[*sound.samples[:-1], broken])
+
+
+@WIDTHS
+class TestTheDefaultLearner:
+    """It is fitted in numpy, which warns of numbers that leave their range and refuses matrices without an inverse."""
+
+    def test_a_batch_equals_one_by_one(self, changes: dict[str, Any]) -> None:
+        trainer = default_trainer(changes)
+        shared, people = grouped(trainer), logged_people(trainer)
+        together = trainer.fit(shared, people)
+        assert together.quarantined == ()
+        for fitted, alone in zip(together.states, people, strict=True):
+            assert {name: array.shape for name, array in fitted.items()} == trainer.learner.fields
+            assert all(array.dtype == np.float32 for array in fitted.values())
+            assert_close(fitted, trainer.fit(shared, [alone]).states[0])
+
+    def test_each_epoch_is_fitted_under_itself(self, changes: dict[str, Any]) -> None:
+        """What is worked out of an epoch is kept for the next fit, unless that is under another."""
+        trainer, another = default_trainer(changes), default_trainer(changes)
+        first, second, people = trainer.learner.initial_shared(), grouped(trainer), logged_people(trainer)
+        people.append(overflowing(trainer, 3, "noted"))  # a newborn of that epoch
+        before = trainer.fit(first, people)
+        after, expected = trainer.fit(second, people), another.fit(second, people)
+        for earlier, one, other in zip(before.states, after.states, expected.states, strict=True):
+            assert not np.allclose(earlier["head"], one["head"], atol=1e-3)
+            for name, array in one.items():
+                np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+    def test_whoever_has_no_samples_is_newborn(self, changes: dict[str, Any]) -> None:
+        trainer = default_trainer(changes)
+        shared = grouped(trainer)
+        newborn = {name: tensor.numpy() for name, tensor in trainer.learner.newborn(shared).items()}
+        assert_close(trainer.fit(shared, logged_people(trainer)).states[2], newborn)
+        assert_close(trainer.fit(shared, [logged_pupil(trainer, "nobody", 0)]).states[0], newborn)
+
+    @pytest.mark.parametrize("samples", [1, 5, 20], ids=["one", "some", "longest"])
+    @pytest.mark.parametrize("what", ["reward", "absurd reward", "noted"])
+    def test_who_overflows_is_put_back_alone(self, changes: dict[str, Any], what: str, samples: int) -> None:
+        """Bit for bit: beside them, and in a batch without them, the others are the same."""
+        trainer = default_trainer(changes)
+        shared, people = grouped(trainer), logged_people(trainer)
+        broken = overflowing(trainer, samples, what)
+        fitted = trainer.fit(shared, [*people[:2], broken, *people[2:]])
+        assert fitted.quarantined == ("broken",)
+        newborn = trainer.learner.newborn(shared)
+        for name, array in fitted.states[2].items():
+            np.testing.assert_array_equal(array, newborn[name].numpy(), err_msg=name)
+        others = [*fitted.states[:2], *fitted.states[3:]]
+        sound = trainer.fit(shared, [*people[:2], logged_pupil(trainer, "sound", samples, first=60), *people[2:]])
+        for expected in (trainer.fit(shared, people).states, [*sound.states[:2], *sound.states[3:]]):
+            for one, other in zip(others, expected, strict=True):
+                for name, array in one.items():
+                    np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+    def test_everyone_may_overflow(self, changes: dict[str, Any]) -> None:
+        trainer = default_trainer(changes)
+        shared = grouped(trainer)
+        broken = [replace(overflowing(trainer, 3, what), user_id=what) for what in ("reward", "noted")]
+        fitted = trainer.fit(shared, broken)
+        assert fitted.quarantined == ("reward", "noted")
+        assert all(np.isfinite(array).all() for state in fitted.states for array in state.values())
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_absurd_features_are_cut_off(self, changes: dict[str, Any], sign: int) -> None:
+        """What they exceed a usual input by teaches nothing, so nobody has to be put back."""
+        trainer = default_trainer(changes)
+        shared = grouped(trainer)
+        shared |= {"mean": torch.full((INPUTS,), -sign * 1e38), "scale": torch.full((INPUTS,), 1e-3)}
+        sound = logged_pupil(trainer, "x", 3)
+        largest = np.full(INPUTS, sign * NEAR_THE_LIMIT, dtype=np.float32)
+        absurd = replace(sound, samples=[*sound.samples[:-1], replace(sound.samples[-1], features=largest)])
+        fitted = trainer.fit(shared, [*logged_people(trainer), absurd])
+        assert fitted.quarantined == ()
+        assert_close(fitted.states[-1], trainer.fit(shared, [absurd]).states[0])
+
+    def test_an_absurd_reward_is_no_warning_to_a_derivation(self, changes: dict[str, Any]) -> None:
+        """The meta-trainer looks at what was derived: it needs no numpy warning beside its own."""
+        trainer = default_trainer(changes)
+        teachers = [*logged_people(trainer), overflowing(trainer, 3, "absurd reward")]
+        derive_shared(trainer, trainer.learner.initial_shared(), teachers, 0, 25)
+
+
+def test_what_is_no_number_stays_with_whoever_it_belongs_to() -> None:
+    """Infinity over infinity, of an offer of absurdly many arms: a matrix of such has no inverse."""
+    trainer = default_trainer(WIDE)
+    shared = grouped(trainer) | {"common_ratio": torch.full((INPUTS,), 10.0)}
+    people, sound = logged_people(trainer), logged_pupil(trainer, "broken", 4, first=60)
+    noted = sound.samples[-1].phi.copy()
+    noted[trainer.learner.offered_from] = NEAR_THE_LIMIT
+    broken = replace(sound, samples=[*sound.samples[:-1], replace(sound.samples[-1], phi=noted)])
+    fitted = trainer.fit(shared, [broken, *people])
+    assert fitted.quarantined == ("broken",)
+    for one, other in zip(fitted.states[1:], trainer.fit(shared, people).states, strict=True):
+        for name, array in one.items():
+            np.testing.assert_array_equal(array, other[name], err_msg=name)
