@@ -40,6 +40,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "default-no-embedding": {"embed": False},
     "default-no-codes": {"bins": 0},
     "default-no-products": {"products_max": 0},
+    "default-no-apart": {"apart": False},
     "default-greedy": {"alpha": 0.0},
 }
 
