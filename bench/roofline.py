@@ -82,11 +82,11 @@ def _best(work: Callable[[], object]) -> float:
 
 def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool: int) -> list[Part]:
     """The least work of scoring `requests` requests of `arms` arms each against a pool."""
-    total, size, seen = requests * arms, learner.head_size, learner.seen
-    inputs, codes = learner.inputs_expected, learner.inputs_expected * learner.bins
+    total, size, seen = requests * arms, learner.head_size, learner.inputs.seen
+    inputs, codes = learner.inputs_expected, learner.inputs_expected * learner.inputs.bins
     kept = learner.settings.memory_samples
     weights = sum(rows * columns for rows, columns in learner.trunk.sizes)
-    narrowing = inputs * seen if learner.narrowed else 0
+    narrowing = inputs * seen if learner.inputs.narrowed else 0
     arms_in_out = SINGLE * total * (inputs + 2 + learner.noted) + DOUBLE * total
     return [
         # Standardise: 2 an input. Codes: difference, quotient and two bounds each. Layers: multiply and add.
@@ -99,7 +99,7 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
         # The mean by three heads, 2D each, and the variance, 2D² + 2D; heads and covariance are worked out beforehand.
         Part(
             "heads",
-            total * (2 * narrowing + learner.products + 2 * size * size + 8 * size),
+            total * (2 * narrowing + learner.inputs.products + 2 * size * size + 8 * size),
             0,
             SINGLE * (narrowing + requests * (size * size + 3 * size + learner.embedded)),
         ),

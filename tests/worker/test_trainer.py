@@ -189,7 +189,7 @@ def default_trainer(changes: dict[str, Any]) -> Trainer:
 def logged_sample(trainer: Trainer, number: int) -> Sample:
     """As it was logged, small numbers noted with it; of wide inputs also that two arms were on offer."""
     phi = np.random.default_rng(number).uniform(size=trainer.learner.noted).astype(np.float32)
-    if trainer.learner.apart:
+    if trainer.learner.inputs.apart:
         phi[trainer.learner.offered_from] = 2
     return replace(make_sample(number), phi=phi)
 
