@@ -89,6 +89,11 @@ def rectified(array: Array) -> Array:
     return array.relu_() if isinstance(array, Tensor) else np.maximum(array, 0, out=array)
 
 
+def nowhere_positive(array: Array) -> Array:
+    """min(0, x), in place."""
+    return array.clamp_max_(0) if isinstance(array, Tensor) else np.minimum(array, 0, out=array)
+
+
 def bounded(array: Array, low: float, high: float) -> Array:
     """min(max(x, low), high), in place."""
     if isinstance(array, Tensor):

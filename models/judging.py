@@ -67,10 +67,10 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
         return zeros((arms.shape[0],), row) + 1
     agree = abs(arms @ heads.mT - mean[:, None]) <= reach[:, None]  # [N, P]
     if row.shape[0] == 1:
-        themselves = agree[:, row[0]] * (row >= 0)
+        themselves = agree[:, row[0]] & (row >= 0)
     else:
-        themselves = agree[library.arange(row.shape[0], **on_device(row)), row] * (row >= 0)  # [N]
-    return agree.sum(-1) + 1 - 1 * themselves
+        themselves = agree[library.arange(row.shape[0], **on_device(row)), row] & (row >= 0)  # [N]
+    return agree.sum(-1) + ~themselves
 
 
 def foretold(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.arrays import Array, double, library_of, rectified
+from models.arrays import Array, double, library_of, nowhere_positive
 
 #: Values of g to choose from: so much over itself plus 1 of a single residual is believed.
 GAINS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -43,7 +43,7 @@ def kernel(x: Array, kept: Array, squares: Array) -> Array:
     near = x @ kept.mT
     near -= half_squares(x)[..., None]
     near -= squares[..., None, :]
-    return library_of(x).exp(-rectified(-near))
+    return library_of(x).exp(nowhere_positive(near))
 
 
 def recall(similarity: Array, residuals: Array, gain: Array) -> tuple[Array, Array]:

@@ -7,8 +7,8 @@ which single look-ups answer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -179,7 +179,7 @@ class ServedModel:
             own_row=self._given(np.array([self._row(request.user_id) for request in requests])),
             own_events=self._given(np.array([events for _, events in asking])),
         )
-        with _computing():
+        with self._computing():
             scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
         mean, bonus = self._taken(scores.mean, np.float64), self._taken(scores.bonus, np.float64)
         group_size, phi = self._taken(scores.group_size, np.int64), self._taken(scores.phi, np.float32)
@@ -232,7 +232,7 @@ class ServedModel:
         stacked: Arrays = {name: torch.stack([state[name] for state in states]) for name in self.learner.fields}
         if self._in_numpy:
             stacked = as_arrays(stacked)
-        with _computing():
+        with self._computing():
             made = self.learner.brief(self._outline, stacked)
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
 
@@ -243,6 +243,10 @@ class ServedModel:
         if self._plain_view is None or self._plain_view[0] is not view:
             self._plain_view = view, as_arrays(view)
         return self._plain_view[1]
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """No gradients in torch, and in numpy no warning of what leaves the range of numbers: whoever asked is told."""
+        return np.errstate(all="ignore") if self._in_numpy else torch.inference_mode()
 
     def _given(self, array: NDArray[Any]) -> Array:
         """An array as the learner takes it."""
@@ -290,13 +294,6 @@ class ServedModel:
             name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
             for name in self.learner.fields
         }
-
-
-@contextmanager
-def _computing() -> Iterator[None]:
-    """No gradients, and no warning of what leaves the range of numbers: whoever asked is told so."""
-    with torch.inference_mode(), np.errstate(all="ignore"):
-        yield
 
 
 def _joined(briefs: Sequence[Arrays]) -> Arrays:
