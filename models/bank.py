@@ -29,7 +29,6 @@ class UserBank:
         self._device = device
         self._capacity = FIRST_CAPACITY
         self._view: State | None = None
-        self._events: list[int] = []
         self._rows: dict[str, int] = {}
         self._users: list[str] = []
 
@@ -53,24 +52,19 @@ class UserBank:
         """The row of a user; valid until a user is removed."""
         return self._rows.get(user)
 
-    def put(self, users: Sequence[str], states: State, events: Sequence[int]) -> None:
+    def put(self, users: Sequence[str], states: State) -> None:
         """Write users' states, each field [B, …]; new users get the next rows."""
         for name, column in self._columns.items():  # before anyone is entered: no row may stay unwritten
             if states[name].shape != (len(users), *column.shape[1:]):
                 raise ValueError(f"{name} of {len(users)} users cannot have the shape {tuple(states[name].shape)}")
-        if len(events) != len(users):
-            raise ValueError(f"events of {len(events)} users cannot be those of {len(users)}")
         fresh = [user for user in dict.fromkeys(users) if user not in self._rows]
         self._reserve(len(self._users) + len(fresh))
         for user in fresh:
             self._rows[user] = len(self._users)
             self._users.append(user)
-            self._events.append(0)
         if fresh:
             self._view = None
         rows = [self._rows[user] for user in users]
-        for row, count in zip(rows, events, strict=True):
-            self._events[row] = count
         if len(rows) == 1:  # the usual case, and a copy without an index is several times cheaper
             for name, column in self._columns.items():
                 column[rows[0]] = states[name][0]
@@ -85,11 +79,9 @@ class UserBank:
         if row != last:
             for column in self._columns.values():
                 column[row] = column[last]
-            self._events[row] = self._events[last]
             moved = self._users[last]
             self._users[row], self._rows[moved] = moved, row
         self._users.pop()
-        self._events.pop()
         self._view = None
 
     def view(self) -> State:
@@ -97,10 +89,6 @@ class UserBank:
         if self._view is None:
             self._view = {name: column[: len(self._users)] for name, column in self._columns.items()}
         return self._view
-
-    def events(self, user: str) -> int:
-        """Events behind a user's state."""
-        return self._events[self._rows[user]]
 
     def state(self, user: str) -> State:
         """One user's fields, without a copy."""

@@ -91,7 +91,7 @@ class ServedModel:
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
         self._members: frozenset[str] = frozenset()
         self._pool = UserBank(learner.fields, learner.dtype, device)
-        self._guests: OrderedDict[str, tuple[State, int]] = OrderedDict()
+        self._guests: OrderedDict[str, State] = OrderedDict()
         self._standing: dict[str, Standing] = {}
         #: What was worked out of users asked about lately, the latest last; and whose is out of date.
         self._briefs: OrderedDict[str, Arrays] = OrderedDict()
@@ -137,8 +137,8 @@ class ServedModel:
                 self._pool.remove(user)
                 del self._standing[user]
             for user in [user for user in self._guests if user in self._members]:
-                state, version = self._guests.pop(user)
-                self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()}, [version])
+                state = self._guests.pop(user)
+                self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()})
         return True
 
     def put(self, states: Sequence[UserState]) -> None:
@@ -156,7 +156,7 @@ class ServedModel:
         if pooled:
             names, held = self.learner.fields, pooled.values()
             stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in held])) for name in names}
-            self._pool.put(list(pooled), stacked, [state.version for state in held])
+            self._pool.put(list(pooled), stacked)
 
     def remove(self, user: str) -> None:
         """Forget a user."""
@@ -263,7 +263,7 @@ class ServedModel:
 
     def _own(self, user: str) -> State:
         """The state of a user who is held."""
-        return self._pool.state(user) if user in self._pool else self._guests[user][0]
+        return self._pool.state(user) if user in self._pool else self._guests[user]
 
     def _acceptable(self, state: UserState) -> bool:
         """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
@@ -283,7 +283,7 @@ class ServedModel:
         return not self._members and len(self._pool) + arriving < self._pool_max and user not in self._guests
 
     def _put_guest(self, state: UserState) -> None:
-        self._guests[state.user_id] = (self._on_device(state), state.version)
+        self._guests[state.user_id] = self._on_device(state)
         self._guests.move_to_end(state.user_id)
         while len(self._guests) > self._guests_max:
             oldest, _ = self._guests.popitem(last=False)

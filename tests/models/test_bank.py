@@ -35,7 +35,6 @@ def assert_holds(bank: UserBank, expected: dict[str, int]) -> None:
         assert row is not None
         assert user in bank
         assert bank.users[row] == user
-        assert bank.events(user) == value
         for name, shape in FIELDS.items():
             wanted = torch.full(shape, float(value))
             assert torch.equal(bank.state(user)[name], wanted)
@@ -51,7 +50,7 @@ def test_any_sequence_of_puts_and_removals(steps: list[tuple[bool, list[int], in
         users = [f"user {number}" for number in numbers]
         if adds:
             values = [value + place for place in range(len(users))]
-            bank.put(users, states([float(each) for each in values]), values)
+            bank.put(users, states([float(each) for each in values]))
             expected |= dict(zip(users, values, strict=True))
         else:
             for user in users:
@@ -63,7 +62,7 @@ def test_any_sequence_of_puts_and_removals(steps: list[tuple[bool, list[int], in
 
 def test_nobody_may_be_put() -> None:
     bank = make_bank()
-    bank.put([], states([]), [])
+    bank.put([], states([]))
     assert len(bank) == 0
     assert bank.capacity == FIRST_CAPACITY
 
@@ -72,7 +71,7 @@ def test_it_grows_and_keeps_everyone() -> None:
     bank = make_bank()
     count = 3 * FIRST_CAPACITY + 1
     for number in range(count):
-        bank.put([f"user {number}"], states([float(number)]), [number])
+        bank.put([f"user {number}"], states([float(number)]))
     assert_holds(bank, {f"user {number}": number for number in range(count)})
     assert bank.capacity == 4 * FIRST_CAPACITY
 
@@ -81,24 +80,24 @@ def test_one_put_larger_than_twice_the_capacity() -> None:
     bank = make_bank()
     users = [f"user {number}" for number in range(5 * FIRST_CAPACITY)]
     values = list(range(len(users)))
-    bank.put(users, states([float(value) for value in values]), values)
+    bank.put(users, states([float(value) for value in values]))
     assert_holds(bank, dict(zip(users, values, strict=True)))
 
 
 def test_states_of_another_precision_are_taken() -> None:
     bank = make_bank()
-    bank.put(["a"], {name: tensor.double() for name, tensor in states([2.0]).items()}, [2])
+    bank.put(["a"], {name: tensor.double() for name, tensor in states([2.0]).items()})
     assert_holds(bank, {"a": 2})
 
 
 def test_a_put_that_fails_leaves_the_bank_as_it_was() -> None:
     bank = make_bank()
-    bank.put(["a"], states([1.0]), [1])
+    bank.put(["a"], states([1.0]))
     incomplete = {name: tensor for name, tensor in states([5.0, 5.0]).items() if name != "count"}
     with pytest.raises(KeyError):
-        bank.put(["a", "b"], incomplete, [5, 5])
+        bank.put(["a", "b"], incomplete)
     with pytest.raises(ValueError, match="theta of 2 users"):
-        bank.put(["a", "b"], {**states([5.0, 5.0]), "theta": torch.zeros(2, 4)}, [5, 5])
+        bank.put(["a", "b"], {**states([5.0, 5.0]), "theta": torch.zeros(2, 4)})
     assert_holds(bank, {"a": 1})
 
 
@@ -116,10 +115,10 @@ class TestTheView:
 
     def test_it_is_the_same_until_users_come_or_go(self) -> None:
         bank = make_bank()
-        bank.put(["a", "b"], states([1.0, 2.0]), [1, 2])
+        bank.put(["a", "b"], states([1.0, 2.0]))
         view = bank.view()
-        bank.put(["b"], states([5.0]), [5])
-        bank.put(["b", "a"], states([6.0, 7.0]), [6, 7])
+        bank.put(["b"], states([5.0]))
+        bank.put(["b", "a"], states([6.0, 7.0]))
         assert bank.view() is view
         assert view["theta"].tolist() == [[7.0] * 3, [6.0] * 3], "what was put is seen in a view taken before"
         assert_holds(bank, {"a": 7, "b": 6})
@@ -127,15 +126,15 @@ class TestTheView:
     @pytest.mark.parametrize("together", [1, 2], ids=["one", "two"])
     def test_newcomers(self, together: int) -> None:
         bank = make_bank()
-        bank.put(["a"], states([1.0]), [1])
+        bank.put(["a"], states([1.0]))
         assert len(bank.view()["theta"]) == 1
         users = ["b", "c"][:together]
-        bank.put(users, states([2.0] * together), [2] * together)
+        bank.put(users, states([2.0] * together))
         assert_holds(bank, {"a": 1, **dict.fromkeys(users, 2)})
 
     def test_removals(self) -> None:
         bank = make_bank()
-        bank.put(["a", "b", "c"], states([1.0, 2.0, 3.0]), [1, 2, 3])
+        bank.put(["a", "b", "c"], states([1.0, 2.0, 3.0]))
         for gone, left in (("c", {"a": 1, "b": 2}), ("a", {"b": 2}), ("b", {})):
             assert len(bank.view()["count"]) == len(left) + 1
             bank.remove(gone)
@@ -144,23 +143,23 @@ class TestTheView:
     def test_somebody_who_comes_for_somebody_who_went(self) -> None:
         """There are as many as before, and none of the rows is where the old view has it."""
         bank = make_bank()
-        bank.put(["a", "b"], states([1.0, 2.0]), [1, 2])
+        bank.put(["a", "b"], states([1.0, 2.0]))
         bank.view()
         bank.remove("a")
-        bank.put(["c"], states([3.0]), [3])
+        bank.put(["c"], states([3.0]))
         assert_holds(bank, {"b": 2, "c": 3})
 
     def test_growth(self) -> None:
         """Rows move to larger tensors: whoever wrote to the old ones would be seen by nobody."""
         bank = make_bank()
         expected = {f"user {number}": number for number in range(FIRST_CAPACITY)}
-        bank.put(list(expected), states([float(value) for value in expected.values()]), list(expected.values()))
+        bank.put(list(expected), states([float(value) for value in expected.values()]))
         assert bank.capacity == FIRST_CAPACITY
         before = bank.view()
-        bank.put(["new"], states([1000.0]), [1000])
+        bank.put(["new"], states([1000.0]))
         assert bank.capacity == 2 * FIRST_CAPACITY
         assert_holds(bank, {**expected, "new": 1000})
-        bank.put(["user 0"], states([2000.0]), [2000])
+        bank.put(["user 0"], states([2000.0]))
         assert_holds(bank, {**expected, "new": 1000, "user 0": 2000})
         assert before["count"][0] == 0
 
@@ -175,13 +174,11 @@ def test_users_put_alone_and_together_are_the_same() -> None:
     }
     alone, together = make_bank(), make_bank()
     for place, user in enumerate(users):
-        alone.put([user], {name: value[place : place + 1] for name, value in many.items()}, [place])
+        alone.put([user], {name: value[place : place + 1] for name, value in many.items()})
     for half in (slice(0, 3), slice(3, 6)):
         values = {name: value[half] for name, value in many.items()}
-        together.put(users[half], values, list(range(6))[half])
+        together.put(users[half], values)
     assert alone.users == together.users == ["a", "b", "c", "d"]
-    for user in alone.users:
-        assert alone.events(user) == together.events(user)
     for name, value in alone.view().items():
         assert torch.equal(value, together.view()[name])
         assert value.dtype == torch.float32
@@ -191,26 +188,7 @@ def test_users_put_alone_and_together_are_the_same() -> None:
 def test_a_row_that_was_put_is_a_copy() -> None:
     bank = make_bank()
     given = states([1.0])
-    bank.put(["a"], given, [1])
+    bank.put(["a"], given)
     for value in given.values():
         value += 1
     assert_holds(bank, {"a": 1})
-
-
-def test_events_move_with_their_rows() -> None:
-    bank = make_bank()
-    expected = {f"user {number}": 100 + number for number in range(6)}
-    bank.put(list(expected), states([float(value) for value in expected.values()]), list(expected.values()))
-    for gone in (
-        "user 0",
-        "user 5",
-        "user 3",
-        "user 4",
-    ):  # the first, who was moved there, the last, and again the first
-        bank.remove(gone)
-        del expected[gone]
-        assert {user: bank.events(user) for user in bank.users} == expected
-        with pytest.raises(KeyError):
-            bank.events(gone)
-    bank.put(["user 0"], states([7.0]), [7])
-    assert_holds(bank, {**expected, "user 0": 7})

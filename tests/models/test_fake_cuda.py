@@ -133,7 +133,7 @@ def fitted(learner: Learner, shared: State, users: int) -> State:
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     bank = UserBank(learner.fields, learner.dtype, CUDA)
     if users:
-        bank.put([f"u{index}" for index in range(users)], states, [SAMPLES] * users)
+        bank.put([f"u{index}" for index in range(users)], states)
     on_gpu(*states.values(), *bank.view().values())
     return bank.view()
 

@@ -1,0 +1,51 @@
+"""Served models, small ones, and what they are given and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from models.presets import build_learner
+from models.settings import LearnerSettings
+from service.served import ScoreRequest, ServedModel
+from store.users import UserState
+from tests.worker.workshop import CPU, INPUTS, features, make_sample, small
+from worker.trainer import Pupil, Trainer
+
+WIDE = {"gamma": 0.99, "nu": 50.0}  # nearly everyone is in everyone's group
+
+
+def make_model(*, pool: int = 10, guests: int = 10, settings: LearnerSettings | None = None) -> ServedModel:
+    return ServedModel(build_learner(settings or small(**WIDE), INPUTS), CPU, pool_max=pool, guests_max=guests)
+
+
+def state(model: ServedModel, user: str, version: int = 1, *, epoch: int = 0, incarnation: int = 0) -> UserState:
+    """The learner of a user after so many events."""
+    trainer = Trainer(model.learner, CPU)
+    seed = 7 * sum(user.encode()) + 1_000 * incarnation
+    noted = np.zeros(model.learner.noted, dtype=np.float32)
+    samples = [replace(make_sample(seed + number), phi=noted) for number in range(version)]
+    [tensors] = trainer.fit(model.learner.initial_shared(), [Pupil(user, version, samples, None)]).states
+    return UserState(user, incarnation, version, epoch, tensors)
+
+
+def ask(user: str, arms: int = 3, seed: int = 0) -> ScoreRequest:
+    return ScoreRequest(user, np.stack([features(1_000 + 10 * seed + arm) for arm in range(arms)]))
+
+
+def adopt(model: ServedModel, number: int, members: Sequence[str] = (), **changes: np.ndarray) -> None:
+    tensors = {name: tensor.numpy() for name, tensor in model.learner.initial_shared().items()}
+    model.adopt_epoch(number, 0, {**tensors, **changes}, members)
+
+
+def put_each(model: ServedModel, states: Iterable[UserState]) -> None:
+    """Users who arrive one after the other."""
+    for each in states:
+        model.put([each])
+
+
+def versions(model: ServedModel) -> dict[str, int]:
+    held = {user: model.holds(user) for user in model.users()}
+    return {user: standing.version for user, standing in held.items() if standing is not None}
