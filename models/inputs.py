@@ -84,6 +84,7 @@ class ArmInputs:
         """What the trunk sees of standardised inputs [..., d]."""
         if not self.bins:
             return z
+        # An outline has them worked out: they are the same for every request of an epoch.
         begin, rate = shared["pieces"] if "pieces" in shared else pieces(shared["edges"])
         return library_of(z).concatenate([z, piecewise(z, begin, rate)], -1)
 

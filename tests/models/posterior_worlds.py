@@ -297,3 +297,8 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
 def as_array(value: Tensor) -> Array:
     """In float64 numpy."""
     return value.to(torch.float64).numpy()
+
+
+def shown_of(learner: PosteriorLearner, person: Past) -> list[Tensor]:
+    """The numbers that say what somebody's arms looked like, to be changed in place: theirs, and the offers' means."""
+    return [person.features, learner.offer(person.phi)[:, 1:]] if learner.inputs.apart else [person.features]
