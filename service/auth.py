@@ -16,7 +16,7 @@ from fastapi import Request, Security
 from fastapi.security import APIKeyHeader
 
 from service.edge import edge_of
-from service.errors import Unauthorized
+from service.errors import Forbidden, Unauthorized
 
 KEY_HEADER: Final = "X-API-Key"
 KEY_BYTES: Final = 32
@@ -66,3 +66,11 @@ async def require_client(request: Request, key: Annotated[str | None, Security(_
         raise Unauthorized(f"Send a key in the {KEY_HEADER} header.")
     if not is_known(key, [*settings.client_keys, *settings.admin_keys]):
         raise Unauthorized(f"The key in the {KEY_HEADER} header is not known here.")
+
+
+async def require_admin(request: Request, key: Annotated[str | None, Security(_header)]) -> None:
+    """Refuse a request without an admin's key, if any keys are configured."""
+    await require_client(request, key)
+    settings = edge_of(request).settings
+    if settings.has_keys and not is_known(key or "", settings.admin_keys):
+        raise Forbidden("This needs an admin's key: one whose digest is in METABAN_ADMIN_KEYS.")

@@ -4,6 +4,8 @@
     ├── InvalidInput         422  /problems/invalid-input         a field cannot be used; `errors` names it
     ├── MalformedBody        400  /problems/malformed-body        the body is not JSON at all
     ├── Unauthorized         401  /problems/unauthorized          no key, or a wrong one
+    ├── Forbidden            403  /problems/forbidden             a client's key where an admin's is needed
+    ├── NotFound             404  /problems/not-found             nothing of that name is here
     ├── UnknownDecision      404  /problems/unknown-decision      never made, or its reward window is over
     ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
@@ -104,6 +106,24 @@ class Unauthorized(ServiceError):
     status = 401
     slug = "unauthorized"
     title = "Unauthorized"
+
+
+@final
+class Forbidden(ServiceError):
+    """A key that is ours, for something it may not do."""
+
+    status = 403
+    slug = "forbidden"
+    title = "Forbidden"
+
+
+@final
+class NotFound(ServiceError):
+    """What the path names is not here."""
+
+    status = 404
+    slug = "not-found"
+    title = "Not found"
 
 
 @final
