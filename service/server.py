@@ -35,6 +35,8 @@ DRAIN_REQUESTS_S: Final = 10
 #: Connections the system keeps waiting while all are busy.
 ACCEPT_QUEUE: Final = 2048
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+#: Longest wait before a worker that ended is started again: whatever it dies of, other events wait meanwhile.
+WORKER_BACKOFF_S: Final = 2.0
 #: -P: a folder named `service` in the current directory must not be taken for ours.
 WORKER_COMMAND: Final = (sys.executable, "-P", "-m", "service.cli", "worker")
 
@@ -66,7 +68,9 @@ def serve(settings: Settings, host: str, port: int, *, with_worker: bool, announ
         asyncio.run(_check_store(url))
         worker = None
         if with_worker:
-            supervisor = Supervisor(WORKER_COMMAND, name="worker", environment={"REDIS_URL": url})
+            supervisor = Supervisor(
+                WORKER_COMMAND, name="worker", environment={"REDIS_URL": url}, max_backoff_s=WORKER_BACKOFF_S
+            )
             worker = stack.enter_context(supervisor).pid
         running = Running(_http_url(listener), store_name(settings), worker)
         try:

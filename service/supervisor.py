@@ -43,6 +43,7 @@ class Supervisor:
         name: str,
         environment: Mapping[str, str] | None = None,
         first_backoff_s: float = FIRST_BACKOFF_S,
+        max_backoff_s: float = MAX_BACKOFF_S,
         drain_s: float = DRAIN_S,
     ) -> None:
         """`environment` is added to ours: what must not be seen in a list of processes belongs there."""
@@ -50,6 +51,7 @@ class Supervisor:
         self._name = name
         self._environment = {**os.environ, **(environment or {}), SUPERVISED_VARIABLE: "1"}
         self._first_backoff_s = first_backoff_s
+        self._max_backoff_s = max_backoff_s
         self._drain_s = drain_s
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -117,12 +119,12 @@ class Supervisor:
             _log.warning("child_ended", child=self._name, code=code, restart_in_s=backoff_s)
             replacement = self._replace(backoff_s)
             while replacement is None and not self._stopping.is_set():
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                backoff_s = min(backoff_s * 2, self._max_backoff_s)
                 replacement = self._replace(backoff_s)
             if replacement is None:
                 return
             child = replacement
-            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+            backoff_s = min(backoff_s * 2, self._max_backoff_s)
 
     def _replace(self, backoff_s: float) -> subprocess.Popen[bytes] | None:
         """A new child after the wait; None when stopped meanwhile, or when the system has no room for one."""

@@ -147,7 +147,6 @@ class EventStream:
         self._enqueue = load_script(redis, "enqueue")
         self._attempt = load_script(redis, "attempt")
         self._bury = load_script(redis, "bury")
-        self._keep = load_script(redis, "keep")
         self._release = load_script(redis, "release")
 
     async def enqueue(self, events: Sequence[RewardEvent]) -> list[Enqueued]:
@@ -253,6 +252,20 @@ class EventStream:
             return 0
         return as_int(reply[0])
 
+    async def consumers(self, partition: int) -> list[str]:
+        """Everyone who ever read a partition and was not forgotten."""
+        try:
+            reply = await command(self._redis, "XINFO", "CONSUMERS", self._keys.events(partition), LEARNERS)
+        except StoreError as error:
+            await self._heal_group(partition, error)
+            return []
+        rows = [row if isinstance(row, dict) else dict(zip(row[0::2], row[1::2], strict=True)) for row in reply]
+        return [as_text(row[b"name"]) for row in rows]
+
+    async def release_from(self, partition: int, consumers: Iterable[str]) -> None:
+        """Forget consumers of a partition, except those that something is pending for."""
+        await self._release.call_many(([self._keys.events(partition)], [LEARNERS, name]) for name in consumers)
+
     async def release_consumer(self, consumer: str) -> bool:
         """Forget a consumer where nothing is pending for it; whether that was everywhere."""
         replies = await self._release.call_many(
@@ -260,9 +273,12 @@ class EventStream:
         )
         return all(replies)
 
-    async def keep(self, partition: int, consumer: str, entry_ids: Sequence[str]) -> int:
-        """Say that these deliveries are still being worked on; how many of them are still the consumer's."""
-        return as_int(await self._keep.call([self._keys.events(partition)], [LEARNERS, consumer, *entry_ids]))
+    async def attempts(self, partition: int, entry_ids: Sequence[str]) -> list[int]:
+        """Attempts made so far on each of these events alone."""
+        if not entry_ids:
+            return []
+        counts = await command(self._redis, "HMGET", self._keys.attempts(partition), *entry_ids)
+        return [as_int(count, absent=0) for count in counts]
 
     async def count_attempt(self, delivery: Delivery) -> int:
         """Count an attempt made on this event alone; 0 when the event is gone."""

@@ -9,9 +9,11 @@ last and may hold anything, braces too: only the first tag of a key counts.
     epoch                  hash    number, blob: the current Epoch                             none
     epoch_log              stream  n: number of each published epoch                           capped
     lease                  string  token of the one meta-trainer                               PX of the lease
+    workers                zset    token of each worker that is there → when it counts no more  by the next look
 
     key of a partition     type    meaning                                                     expiry
     marker                 string  the store epoch; missing after FLUSHALL                     none
+    owner                  string  token of the one worker that reads the partition            PX of the lease
     events                 stream  RewardEvents not yet applied, read by group `learners`      never trimmed
     counters               hash    enqueued, applied, buried, quarantined, ever                none
     update_log             stream  u, i, v, e, t: which user moved to which version            capped
@@ -74,8 +76,15 @@ class NamespaceKeys:
     def lease(self) -> str:
         return self._meta("lease")
 
+    @property
+    def workers(self) -> str:
+        return self._meta("workers")
+
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")
+
+    def owner(self, partition: int) -> str:
+        return self._in(partition, "owner")
 
     def events(self, partition: int) -> str:
         return self._in(partition, "events")

@@ -1,4 +1,9 @@
-"""Reading events: new ones in batches, stalled ones alone, hopeless ones to the dead letters."""
+"""Reading events: new ones in batches, stalled ones alone, hopeless ones to the dead letters.
+
+Whoever takes a partition over first inherits what its last reader left unfinished, each event alone: one of them may
+have been the reader's end. An event that was tried alone before waits until it counts as stalled, so that its
+neighbours and new events get their turn between two deaths.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,9 @@ from typing import final
 
 import structlog
 
-from store.errors import FenceLost, StoreError, StoreReset, StoreUnavailable
+from store.errors import FenceLost, StoreReset, StoreUnavailable
 from store.events import Delivery, EventStream
+from store.failpoints import reach
 from worker.publisher import Publisher
 
 #: Events taken in one read.
@@ -18,10 +24,12 @@ BATCH_EVENTS = 64
 #: Longest wait for new events; also how long a stop may take when idle.
 READ_BLOCK_MS = 500
 #: An event whose consumer has not finished it for this long is taken over.
-STALLED_AFTER_MS = 4_000
-#: How often a partition is searched for stalled events.
+STALLED_AFTER_MS = 2_000
+#: How often a partition is searched for stalled events, and how many are taken in one go.
 CLAIM_EVERY_S = 1.0
-CLAIM_EVENTS = 16
+CLAIM_EVENTS = 64
+#: Events inherited from the last reader; any others are found once they are stalled.
+INHERITED_EVENTS = 1_024
 #: Attempts on an event alone before it is given up. Attempts in a batch do not count: the fault may be a neighbour's.
 SOLO_ATTEMPTS_MAX = 5
 #: Pause after the store did not answer.
@@ -54,9 +62,12 @@ class Consumer:
 
     async def run(self) -> None:
         """Consume until asked to stop; the batch at hand is finished first."""
-        next_claim = 0.0
+        next_claim, inherited = 0.0, False
         while not self._stopping.is_set():
             try:
+                if not inherited:
+                    await self._inherit()
+                    inherited = True
                 if time.monotonic() >= next_claim:
                     next_claim = time.monotonic() + CLAIM_EVERY_S
                     await self._take_over()
@@ -64,19 +75,30 @@ class Consumer:
                     self._partition, self._name, count=BATCH_EVENTS, block_ms=READ_BLOCK_MS
                 )
                 if fresh:
+                    reach("worker-after-read")
                     await self._learn(fresh)
             except StoreUnavailable as error:
                 log.warning("store unavailable", partition=self._partition, error=str(error))
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
 
+    async def _inherit(self) -> None:
+        """Finish what earlier readers of the partition left, without waiting until it is stalled."""
+        left = await self._streams.claim_stalled(self._partition, self._name, min_idle_ms=0, count=INHERITED_EVENTS)
+        attempts = await self._streams.attempts(self._partition, [delivery.entry_id for delivery in left])
+        await self._try_alone([delivery for delivery, tried in zip(left, attempts, strict=True) if not tried])
+
     async def _take_over(self) -> None:
         if self._on_trial is not None:
             await self._streams.forgive_attempt(self._on_trial)
             self._on_trial = None
-        stalled = await self._streams.claim_stalled(
-            self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS
+        await self._try_alone(
+            await self._streams.claim_stalled(
+                self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS
+            )
         )
-        for delivery in stalled:
+
+    async def _try_alone(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
             if self._stopping.is_set():
                 return
             attempt = await self._streams.count_attempt(delivery)
@@ -89,8 +111,6 @@ class Consumer:
                 self._on_trial = None
 
     async def _learn(self, deliveries: list[Delivery]) -> None:
-        finished = asyncio.Event()
-        heartbeat = asyncio.create_task(self._keep(deliveries, finished))
         try:
             applied = await self._publisher.publish(self._partition, deliveries)
             if applied is not None:
@@ -100,24 +120,6 @@ class Consumer:
         except Exception:
             # Left pending: taken over once stalled, then alone, so that one bad event cannot hold up its neighbours.
             log.exception("events not applied", partition=self._partition, events=len(deliveries))
-        finally:
-            finished.set()
-            await heartbeat
-
-    async def _keep(self, deliveries: list[Delivery], finished: asyncio.Event) -> None:
-        """While a long fit is under way, keep others from taking its events for stalled."""
-        entry_ids = [delivery.entry_id for delivery in deliveries]
-        while True:
-            try:
-                async with asyncio.timeout(STALLED_AFTER_MS / 3_000):
-                    await finished.wait()
-                return
-            except TimeoutError:
-                pass
-            try:
-                await self._streams.keep(self._partition, self._name, entry_ids)
-            except StoreError as error:
-                log.warning("events may be taken over", partition=self._partition, error=str(error))
 
     async def _give_up(self, delivery: Delivery) -> None:
         reason = f"not applied after {SOLO_ATTEMPTS_MAX} attempts"

@@ -18,6 +18,7 @@ import structlog
 
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreReset, StoreUnavailable
+from store.failpoints import reach
 from store.users import UserState, UserStore
 from worker.epochs import choose_teachers, derive_shared
 from worker.model import NamespaceModel, SharedEpoch
@@ -103,6 +104,7 @@ class MetaTrainer:
             return
         if not await self._epochs.acquire_lease(self._token, LEASE_MS):
             return
+        reach("meta-leased")
         heartbeat = asyncio.create_task(self._keep_lease())
         try:
             if not due:
@@ -141,6 +143,7 @@ class MetaTrainer:
         tensors = await loop.run_in_executor(
             self._compute, derive_shared, trainer, current.tensors, teachers, current.events, total
         )
+        reach("meta-derived")
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             # Everyone starts from it and the next one is derived from it: there would be no way back.
             log.error("derived epoch is not finite; the one before is kept", number=current.number + 1)
@@ -151,7 +154,10 @@ class MetaTrainer:
         if refit and not await self._refit(trainer, derived, user_ids):
             return
         epoch = Epoch(number, total, _arrays(derived), derived.members, _now_ms(), derived.refitted)
-        if await self._publish(epoch) and refit:
+        reach("meta-before-publish")
+        published = await self._publish(epoch)
+        reach("meta-after-publish")
+        if published and refit:
             await self._sweep(trainer, derived)
 
     async def _sweep(self, trainer: Trainer, epoch: SharedEpoch) -> None:
@@ -162,6 +168,7 @@ class MetaTrainer:
         """
         if await self._refit(trainer, epoch, list(await self._standings())):
             self._swept = epoch.refitted
+            reach("meta-swept")
 
     async def _standings(self) -> dict[str, tuple[int, int]]:
         """(incarnation, version) of everyone."""
@@ -191,6 +198,7 @@ class MetaTrainer:
                 by_partition.setdefault(self._users.partition_of(pupil.user_id), []).append(state)
             for partition, moved in by_partition.items():
                 await self._users.rebase(partition, moved)
+                reach("meta-refitted")
         return True
 
     async def _pupils(self, versions: Mapping[str, int]) -> list[Pupil]:

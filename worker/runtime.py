@@ -1,4 +1,4 @@
-"""The worker process: one consumer a partition, one meta-trainer, one thread for tensors."""
+"""The worker process: a consumer for each partition of its share, one meta-trainer, one thread for tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from store.connection import check_server, connect
 from store.epochs import EpochStore
 from store.errors import StoreReset, StoreUnavailable
 from store.events import EventStream
+from store.failpoints import armed
 from store.namespaces import Namespaces
+from store.ownership import Ownership
 from store.users import UserStore
 from worker.consumer import Consumer
 from worker.desk import FittingDesk
 from worker.meta import MetaTrainer
 from worker.model import NamespaceModel, wait_for_namespace
 from worker.publisher import Publisher
+from worker.shares import LEASE_MS, PartitionShares
 
 log = structlog.get_logger()
 
@@ -87,13 +90,23 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
             )
             desk = FittingDesk(compute)
             publisher = Publisher(streams, users, model, desk, consumer=name, samples_kept=settings.samples_kept)
+            shares = PartitionShares(
+                Ownership(redis, record.keys, name, ttl_ms=LEASE_MS),
+                streams,
+                name,
+                stopping,
+                partitions=record.partitions,
+                consumer=lambda partition, ending: Consumer(
+                    partition, name, streams, publisher, ending, on_applied=meta.count
+                ),
+            )
+            if armed():
+                log.warning("failpoints are armed: this process will kill itself")
             log.info("worker ready", consumer=name, namespace=record.name, partitions=record.partitions)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_until_the_end(meta.run(), stopping))
-                    for partition in range(record.partitions):
-                        consumer = Consumer(partition, name, streams, publisher, stopping, on_applied=meta.count)
-                        tasks.create_task(_until_the_end(consumer.run(), stopping))
+                    tasks.create_task(_until_the_end(shares.run(), stopping))
             except* StoreReset as lost:
                 reset = lost
         if reset is not None:

@@ -15,7 +15,7 @@ from store.connection import Argument, pipeline_with_errors
 from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
-    "apply", "attempt", "bury", "enqueue", "keep", "lease", "namespace", "publish", "rebase", "release"
+    "apply", "attempt", "attend", "bury", "enqueue", "lease", "namespace", "publish", "rebase", "release"
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 

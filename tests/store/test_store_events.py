@@ -186,18 +186,24 @@ async def test_missing_group_is_healed(redis: Redis, stream: EventStream, keys, 
     assert len(await redis.xinfo_groups(keys.events(0))) == 1
 
 
-async def test_what_is_worked_on_is_kept(redis: Redis, stream: EventStream, make_event):
-    await stream.enqueue([make_event("ann", "e1")])
+async def test_consumers_are_forgotten_once_nothing_waits_for_them(stream: EventStream, make_event):
     partition = stream._keys.partition_of("ann")
+    await stream.enqueue([make_event("ann", "e1")])
     [delivery] = await stream.read(partition, "one", count=9, block_ms=0)
-    await asyncio.sleep(0.05)
-    assert await stream.keep(partition, "one", [delivery.entry_id]) == 1
-    assert await stream.claim_stalled(partition, "two", min_idle_ms=40, count=9) == []
-    await asyncio.sleep(0.05)
-    [taken] = await stream.claim_stalled(partition, "two", min_idle_ms=40, count=9)
-    assert taken.deliveries == 2  # keeping is no delivery
-    assert await stream.keep(partition, "one", [delivery.entry_id]) == 0
-    assert await stream.claim_stalled(partition, "one", min_idle_ms=40, count=9) == []  # nor was it taken back
+    await stream.read(partition, "two", count=9, block_ms=0)
+    assert sorted(await stream.consumers(partition)) == ["one", "two"]
+    await stream.release_from(partition, ["one", "two", "nobody"])
+    assert await stream.consumers(partition) == ["one"]
+    assert await stream.attempts(partition, [delivery.entry_id, "1-1"]) == [0, 0]
+    await stream.count_attempt(delivery)
+    assert await stream.attempts(partition, [delivery.entry_id, "1-1"]) == [1, 0]
+    assert await stream.attempts(partition, []) == []
+
+
+async def test_a_lost_group_has_no_consumers(redis: Redis, keys, stream: EventStream):
+    await redis.xgroup_destroy(keys.events(0), "learners")
+    assert await stream.consumers(0) == []
+    assert len(await redis.xinfo_groups(keys.events(0))) == 1
 
 
 async def test_read_after_flushall(redis: Redis, stream: EventStream):

@@ -23,6 +23,7 @@ from store.epochs import Epoch, EpochStore
 from store.events import EventStream, RewardEvent
 from store.keys import NamespaceKeys
 from store.namespaces import Namespaces
+from store.ownership import Ownership
 from store.users import UserState, UserStore, UserUpdate
 
 
@@ -58,7 +59,6 @@ async def use_every_script(redis: Redis) -> None:
     for partition in range(3):
         [buried, *rest] = await stream.read(partition, "one", count=99, block_ms=0)
         await stream.count_attempt(buried)
-        assert await stream.keep(partition, "one", [buried.entry_id, "1-1"]) == 1
         await stream.bury(buried, "one", "test")
         states = [UserState(d.event.user_id, 0, 1, 0, {"b": x}) for d in rest if d.event]
         updates = [
@@ -69,6 +69,9 @@ async def use_every_script(redis: Redis) -> None:
         assert all(await users.rebase(partition, states))
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
     assert await stream.release_consumer("one")
+    ownership = Ownership(redis, keys, "t", ttl_ms=10_000)
+    assert await ownership.attend() == ["t"]
+    assert await ownership.hold(range(3)) == {0, 1, 2}
     epochs = EpochStore(redis, keys, record.store_epoch)
     assert await epochs.acquire_lease("t", 10_000)
     assert await epochs.publish(Epoch(0, 0, {}, (), 0), lease_token="t")

@@ -1,0 +1,117 @@
+"""A worker's share of the partitions: takes them by lease, reads them, gives them up when others come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import structlog
+
+from store.errors import StoreUnavailable
+from store.events import EventStream
+from store.ownership import Ownership, fair_share
+from worker.consumer import Consumer
+
+#: A worker that is not heard of for this long has lost its partitions: short, since their events wait meanwhile.
+LEASE_MS = 2_000
+#: How often leases are renewed and the share is looked at again.
+RENEW_S = 0.4
+
+log = structlog.get_logger()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A partition that is being read, and how to end that."""
+
+    task: asyncio.Task[None]
+    stopping: asyncio.Event
+
+
+@final
+class PartitionShares:
+    """Reads the partitions that are this worker's."""
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        streams: EventStream,
+        token: str,
+        stopping: asyncio.Event,
+        *,
+        partitions: int,
+        consumer: Callable[[int, asyncio.Event], Consumer],
+    ) -> None:
+        """`consumer` makes the reader of a partition, to be ended by the event it is given."""
+        self._ownership = ownership
+        self._streams = streams
+        self._token = token
+        self._stopping = stopping
+        self._partitions = partitions
+        self._consumer = consumer
+        self._readings: dict[int, _Reading] = {}
+
+    async def run(self) -> None:
+        """Read what is ours until asked to stop, then finish the batches at hand and let go."""
+        try:
+            while not self._stopping.is_set():
+                try:
+                    await self._turn()
+                except StoreUnavailable as error:
+                    log.warning("store unavailable", error=str(error))
+                await self._wait()
+        finally:
+            await self._end(list(self._readings))
+            try:
+                await self._ownership.leave()
+            except StoreUnavailable as error:
+                log.warning("store unavailable", error=str(error))
+
+    async def _turn(self) -> None:
+        present = await self._ownership.attend()
+        wanted = fair_share(self._partitions, self._token, present)
+        # Not released before its reader has ended: whoever comes next would find a batch in its hands.
+        surplus = [partition for partition in self._readings if partition not in wanted]
+        if surplus:
+            await self._end(surplus)
+        held = await self._ownership.hold(wanted)
+        await self._end([partition for partition in self._readings if partition not in held])
+        for partition in sorted(held - self._readings.keys()):
+            await self._forget_the_dead(partition, present)
+            stopping = asyncio.Event()
+            task = asyncio.create_task(self._consumer(partition, stopping).run())
+            self._readings[partition] = _Reading(task, stopping)
+            log.debug("partition taken", partition=partition)
+
+    async def _forget_the_dead(self, partition: int, present: list[str]) -> None:
+        """Names of workers that were killed would pile up; one that something is pending for is needed until then."""
+        gone = [name for name in await self._streams.consumers(partition) if name not in present]
+        await self._streams.release_from(partition, gone)
+
+    async def _wait(self) -> None:
+        """Until the next turn, the stop, or the end of a reader, which only an error brings about."""
+        stop = asyncio.create_task(self._stopping.wait())
+        tasks = [reading.task for reading in self._readings.values()]
+        try:
+            done, _ = await asyncio.wait([stop, *tasks], timeout=RENEW_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        for task in done - {stop}:
+            task.result()
+
+    async def _end(self, partitions: list[int]) -> None:
+        """Have readers finish their batches, all at once, and give their leases back."""
+        readings = {partition: self._readings.pop(partition) for partition in partitions}
+        for reading in readings.values():
+            reading.stopping.set()
+        outcomes = await asyncio.gather(*(reading.task for reading in readings.values()), return_exceptions=True)
+        try:
+            await self._ownership.release(readings)
+        except StoreUnavailable as error:
+            log.warning("store unavailable", error=str(error))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
