@@ -1,0 +1,224 @@
+"""Every order of enqueue, delivery, crash, takeover, application and burial, against a ledger in plain Python."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from store.connection import connect
+from store.errors import BacklogFull, FenceLost
+from store.events import Delivery, EventStream, RewardEvent
+from store.keys import LEARNERS
+from store.namespaces import Namespaces
+from store.users import UserState, UserStore, UserUpdate
+
+USERS = ("ann", "bob", "cid")
+CONSUMERS = ("one", "two", "three")
+BACKLOG_LIMIT = 12
+#: More than any run applies, so that every effect stays visible.
+SAMPLES_KEPT = 500
+Result = TypeVar("Result")
+
+
+class EventPath(RuleBasedStateMachine):
+    """One partition, three users, three consumers that crash and stall at will."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.loop = asyncio.Runner()
+        self.redis = connect(url)
+        # The ledger: what became of every event id that was acknowledged.
+        self.entry_of: dict[tuple[str, str], str] = {}
+        self.waiting: dict[str, tuple[str, str]] = {}
+        self.owner: dict[str, str] = {}
+        self.applied: dict[str, list[str]] = {user: [] for user in USERS}
+        self.buried: list[str] = []
+        #: What each consumer has in hand, as it remembers it: it may be long out of date.
+        self.hands: dict[str, list[Delivery]] = {consumer: [] for consumer in CONSUMERS}
+        #: Batches computed and not yet written: a stalled consumer's come late.
+        self.computed: list[tuple[str, list[Delivery], list[UserUpdate]]] = []
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self.loop.run(work)
+
+    @initialize()
+    def open(self) -> None:
+        self.run(self._open())
+
+    async def _open(self) -> None:
+        await self.redis.flushall()
+        record = await Namespaces(self.redis).open_or_create("shop", partitions=1, seed=0, learner={})
+        self.keys = record.keys
+        self.stream = EventStream(self.redis, record.keys, dedupe_window_s=600, backlog_limit=BACKLOG_LIMIT)
+        self.users = UserStore(self.redis, record.keys, record.store_epoch, samples_kept=SAMPLES_KEPT)
+
+    def teardown(self) -> None:
+        self.run(self.redis.aclose())
+        self.loop.close()
+
+    @rule(batch=st.lists(st.tuples(st.sampled_from(USERS), st.integers(0, 30)), min_size=1, max_size=4))
+    def enqueue(self, batch: list[tuple[str, int]]) -> None:
+        """New events and repeated ones, also twice in one batch; refused as a whole when there is no room."""
+        ids = [(user, f"e{number}") for user, number in batch]
+        events = [
+            RewardEvent(event, "d", user, f"{user}/{event}", np.ones(1, np.float32), 0.5, 1.0, 0, 0, 0)
+            for user, event in ids
+        ]
+        fresh = {each for each in ids if each not in self.entry_of}
+        try:
+            answers = self.run(self.stream.enqueue(events))
+        except BacklogFull:
+            assert fresh
+            assert len(self.waiting) + len(fresh) > BACKLOG_LIMIT
+            return
+        assert not fresh or len(self.waiting) + len(fresh) <= BACKLOG_LIMIT
+        for each, answer in zip(ids, answers, strict=True):
+            if each in self.entry_of:
+                assert (answer.status, answer.entry_id) == ("duplicate", self.entry_of[each])
+            else:
+                assert answer.status == "accepted"
+                self.entry_of[each] = answer.entry_id
+                self.waiting[answer.entry_id] = each
+
+    @rule(consumer=st.sampled_from(CONSUMERS), count=st.integers(1, 5))
+    def deliver(self, consumer: str, count: int) -> None:
+        """New entries, oldest first, to whoever asks."""
+        got = self.run(self.stream.read(0, consumer, count=count, block_ms=0))
+        unread = [entry for entry in self.waiting if entry not in self.owner]
+        assert [delivery.entry_id for delivery in got] == unread[:count]
+        self._take(consumer, got)
+
+    @rule(consumer=st.sampled_from(CONSUMERS), count=st.integers(1, 9))
+    def take_over(self, consumer: str, count: int) -> None:
+        """Whatever is pending, of anybody: the time it has to wait first is no protection."""
+        got = self.run(self.stream.claim_stalled(0, consumer, min_idle_ms=0, count=count))
+        assert {delivery.entry_id for delivery in got} <= self.owner.keys()
+        assert len(got) == min(count, len(self.owner))
+        self._take(consumer, got)
+
+    def _take(self, consumer: str, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            assert delivery.event is not None
+            each = self.waiting[delivery.entry_id]
+            assert (delivery.event.user_id, delivery.event.event_id) == each
+            self.owner[delivery.entry_id] = consumer
+        known = {delivery.entry_id for delivery in deliveries}
+        self.hands[consumer] = [held for held in self.hands[consumer] if held.entry_id not in known] + deliveries
+
+    @rule(consumer=st.sampled_from(CONSUMERS))
+    def crash(self, consumer: str) -> None:
+        """It forgets what it held; the store does not. A name is used once, so its computed batches die with it."""
+        self.hands[consumer] = []
+        self.computed = [batch for batch in self.computed if batch[0] != consumer]
+
+    @rule(consumer=st.sampled_from(CONSUMERS))
+    def compute(self, consumer: str) -> None:
+        """Load the users of what is in hand and work out their next states; written later, or never."""
+        held = self.hands[consumer]
+        if held:
+            self.computed.append((consumer, held, self.run(self._updates(held))))
+            self.hands[consumer] = []
+
+    async def _updates(self, held: list[Delivery]) -> list[UserUpdate]:
+        events: dict[str, list[tuple[str, RewardEvent]]] = {}
+        for delivery in held:
+            assert delivery.event is not None
+            events.setdefault(delivery.event.user_id, []).append((delivery.entry_id, delivery.event))
+        states = await self.users.load(events)
+        updates = []
+        for user, theirs in events.items():
+            version = states[user].version if user in states else 0
+            state = UserState(user, 0, version + len(theirs), 0, {"n": np.array([version + len(theirs)])})
+            updates.append(
+                UserUpdate(state, version, 0, [event.sample() for _, event in theirs], [entry for entry, _ in theirs])
+            )
+        return updates
+
+    @rule(place=st.integers(0, 10), keep=st.booleans())
+    def apply(self, place: int, keep: bool) -> None:
+        """Write a computed batch, perhaps for the second time (`keep`: its reply got lost): all of it, or nothing."""
+        if not self.computed:
+            return
+        at = place % len(self.computed)
+        consumer, held, updates = self.computed[at] if keep else self.computed.pop(at)
+        ids = [delivery.entry_id for delivery in held]
+        mine = all(self.owner.get(entry) == consumer for entry in ids)
+        current = all(update.expected_version == len(self.applied[update.state.user_id]) for update in updates)
+        refused: str | None = None
+        try:
+            self.run(self.users.apply(0, consumer, ids, updates))
+        except FenceLost as lost:
+            refused = lost.reason
+        assert refused == (None if mine and current else "version" if mine else "not-pending")
+        if refused:
+            return
+        for entry in ids:
+            user, event = self.waiting.pop(entry)
+            del self.owner[entry]
+            self.applied[user].append(f"{user}/{event}")
+
+    @rule(consumer=st.sampled_from(CONSUMERS))
+    def bury(self, consumer: str) -> None:
+        """Give up on one event in hand; only whoever it is pending for may."""
+        if not self.hands[consumer]:
+            return
+        delivery = self.hands[consumer].pop()
+        try:
+            self.run(self.stream.bury(delivery, consumer, "hopeless"))
+        except FenceLost:
+            assert self.owner.get(delivery.entry_id) != consumer
+            return
+        assert self.owner.pop(delivery.entry_id) == consumer
+        del self.waiting[delivery.entry_id]
+        self.buried.append(delivery.entry_id)
+
+    @rule()
+    def lose_the_group(self) -> None:
+        """Nobody's deliveries are pending any more, and all that waits is delivered anew."""
+        self.run(self.redis.xgroup_destroy(self.keys.events(0), LEARNERS))
+        assert self.run(self.stream.pending(0)) == 0
+        self.owner.clear()
+
+    @invariant()
+    def the_store_agrees(self) -> None:
+        if hasattr(self, "stream"):
+            self.run(self._agrees())
+
+    async def _agrees(self) -> None:
+        effects = {user: [sample.arm_id for sample in samples] for user, samples in (await self._samples()).items()}
+        assert effects == {user: done for user, done in self.applied.items() if done}
+        versions = {user: version for user, (_, version) in (await self.users.versions(0)).items()}
+        assert versions == {user: len(done) for user, done in self.applied.items() if done}
+        counters = await self.users.counters()
+        done = sum(map(len, self.applied.values()))
+        assert (counters["enqueued"], counters["applied"], counters["buried"]) == (
+            len(self.entry_of),
+            done,
+            len(self.buried),
+        )
+        assert await self.stream.backlog() == len(self.waiting) == len(self.entry_of) - done - len(self.buried)
+        assert await self.stream.pending(0) == len(self.owner)
+
+    async def _samples(self) -> dict[str, list[Any]]:
+        return dict(await self.users.load_samples(USERS))
+
+
+def test_the_store_agrees_with_the_ledger_after_every_step(valkey_url: str) -> None:
+    run_state_machine_as_test(
+        lambda: EventPath(valkey_url),
+        settings=settings(
+            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
