@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -68,6 +69,7 @@ class EventPath(RuleBasedStateMachine):
         self.run(self.redis.aclose())
         self.loop.close()
 
+    @precondition(lambda self: len(self.waiting) < BACKLOG_LIMIT or not self.computed)
     @rule(batch=st.lists(st.tuples(st.sampled_from(USERS), st.integers(0, 30)), min_size=1, max_size=4))
     def enqueue(self, batch: list[tuple[str, int]]) -> None:
         """New events and repeated ones, also twice in one batch; refused as a whole when there is no room."""
@@ -92,14 +94,18 @@ class EventPath(RuleBasedStateMachine):
                 self.entry_of[each] = answer.entry_id
                 self.waiting[answer.entry_id] = each
 
-    @rule(consumer=st.sampled_from(CONSUMERS), count=st.integers(1, 5))
-    def deliver(self, consumer: str, count: int) -> None:
-        """New entries, oldest first, to whoever asks."""
+    @precondition(lambda self: len(self.owner) < len(self.waiting))
+    @rule(consumer=st.sampled_from(CONSUMERS), count=st.integers(1, 5), batches=st.integers(0, 2))
+    def deliver(self, consumer: str, count: int, batches: int) -> None:
+        """New entries, oldest first, to whoever asks; perhaps worked on at once, in one batch or two."""
         got = self.run(self.stream.read(0, consumer, count=count, block_ms=0))
         unread = [entry for entry in self.waiting if entry not in self.owner]
         assert [delivery.entry_id for delivery in got] == unread[:count]
         self._take(consumer, got)
+        for number in range(batches):
+            self._compute(consumer, got[number::batches])
 
+    @precondition(lambda self: self.owner)
     @rule(consumer=st.sampled_from(CONSUMERS), count=st.integers(1, 9))
     def take_over(self, consumer: str, count: int) -> None:
         """Whatever is pending, of anybody: the time it has to wait first is no protection."""
@@ -117,19 +123,28 @@ class EventPath(RuleBasedStateMachine):
         known = {delivery.entry_id for delivery in deliveries}
         self.hands[consumer] = [held for held in self.hands[consumer] if held.entry_id not in known] + deliveries
 
+    @precondition(lambda self: self.computed)
     @rule(consumer=st.sampled_from(CONSUMERS))
     def crash(self, consumer: str) -> None:
         """It forgets what it held; the store does not. A name is used once, so its computed batches die with it."""
         self.hands[consumer] = []
         self.computed = [batch for batch in self.computed if batch[0] != consumer]
 
-    @rule(consumer=st.sampled_from(CONSUMERS))
-    def compute(self, consumer: str) -> None:
+    @precondition(lambda self: any(self.hands.values()))
+    @rule(place=st.integers(0, 2), held_back=st.integers(0, 2))
+    def compute(self, place: int, held_back: int) -> None:
         """Load the users of what is in hand and work out their next states; written later, or never."""
-        held = self.hands[consumer]
+        consumer = self._someone_with_something(place)
+        self._compute(consumer, self.hands[consumer][held_back:] or self.hands[consumer])
+
+    def _compute(self, consumer: str, held: list[Delivery]) -> None:
         if held:
             self.computed.append((consumer, held, self.run(self._updates(held))))
-            self.hands[consumer] = []
+            self.hands[consumer] = [delivery for delivery in self.hands[consumer] if delivery not in held]
+
+    def _someone_with_something(self, place: int) -> str:
+        busy = [consumer for consumer in CONSUMERS if self.hands[consumer]]
+        return busy[place % len(busy)]
 
     async def _updates(self, held: list[Delivery]) -> list[UserUpdate]:
         events: dict[str, list[tuple[str, RewardEvent]]] = {}
@@ -146,11 +161,10 @@ class EventPath(RuleBasedStateMachine):
             )
         return updates
 
+    @precondition(lambda self: self.computed)
     @rule(place=st.integers(0, 10), keep=st.booleans())
     def apply(self, place: int, keep: bool) -> None:
         """Write a computed batch, perhaps for the second time (`keep`: its reply got lost): all of it, or nothing."""
-        if not self.computed:
-            return
         at = place % len(self.computed)
         consumer, held, updates = self.computed[at] if keep else self.computed.pop(at)
         ids = [delivery.entry_id for delivery in held]
@@ -169,11 +183,11 @@ class EventPath(RuleBasedStateMachine):
             del self.owner[entry]
             self.applied[user].append(f"{user}/{event}")
 
-    @rule(consumer=st.sampled_from(CONSUMERS))
-    def bury(self, consumer: str) -> None:
+    @precondition(lambda self: any(self.hands.values()))
+    @rule(place=st.integers(0, 2))
+    def bury(self, place: int) -> None:
         """Give up on one event in hand; only whoever it is pending for may."""
-        if not self.hands[consumer]:
-            return
+        consumer = self._someone_with_something(place)
         delivery = self.hands[consumer].pop()
         try:
             self.run(self.stream.bury(delivery, consumer, "hopeless"))
@@ -184,6 +198,7 @@ class EventPath(RuleBasedStateMachine):
         del self.waiting[delivery.entry_id]
         self.buried.append(delivery.entry_id)
 
+    @precondition(lambda self: self.computed)
     @rule()
     def lose_the_group(self) -> None:
         """Nobody's deliveries are pending any more, and all that waits is delivered anew."""
@@ -219,6 +234,6 @@ def test_the_store_agrees_with_the_ledger_after_every_step(valkey_url: str) -> N
     run_state_machine_as_test(
         lambda: EventPath(valkey_url),
         settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
