@@ -259,7 +259,7 @@ class Replica:
         """Have nothing served any more of earlier incarnations than these of users."""
         pairs = [(user, incarnation) for user, incarnation in began if incarnation]
         if pairs:
-            await self._run(lambda: [self._model.begin(user, incarnation) for user, incarnation in pairs])
+            await self._run(lambda: self._model.begin(pairs))
 
     def _brief_soon(self) -> None:
         """Have the model prepare for whoever is likely to ask next, a few users at a time between requests."""

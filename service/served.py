@@ -154,7 +154,7 @@ class ServedModel:
         pooled: dict[str, UserState] = {}
         for state in states:
             if state.forgotten:
-                self.begin(state.user_id, state.incarnation)
+                self.begin([(state.user_id, state.incarnation)])
             elif self._acceptable(state):
                 self._standing[state.user_id] = Standing.of(state)
                 if state.user_id in self._briefs:
@@ -168,17 +168,18 @@ class ServedModel:
             stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in held])) for name in names}
             self._pool.put(list(pooled), stacked)
 
-    def begin(self, user: str, incarnation: int) -> None:
-        """A user is in this incarnation, or a later one: drop what is held of an earlier, and take no more of it.
+    def begin(self, began: Iterable[tuple[str, int]]) -> None:
+        """Users are in these incarnations, or later ones: drop what is held of an earlier, and take no more of it.
 
-        A load that was under way when the user was forgotten may still bring the old state.
+        A load that was under way when a user was forgotten may still bring the old state.
         """
-        self._began[user] = max(incarnation, self._began.pop(user, 0))
+        for user, incarnation in began:
+            self._began[user] = max(incarnation, self._began.pop(user, 0))
+            held = self._standing.get(user)
+            if held is not None and held.incarnation < incarnation:
+                self.remove(user)
         while len(self._began) > BEGAN_MAX:
             self._began.popitem(last=False)
-        held = self._standing.get(user)
-        if held is not None and held.incarnation < incarnation:
-            self.remove(user)
 
     def remove(self, user: str) -> None:
         """Let go of a user."""

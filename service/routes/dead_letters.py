@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, final
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,6 +23,7 @@ Partition = Annotated[int, Path(ge=0, description="As listed.")]
 LetterId = Annotated[str, Path(max_length=64, description="As listed.", examples=["1767225600000-0"])]
 
 
+@final
 class LetterEvent(BaseModel):
     """The reward that could not be learned, without its inputs."""
 
@@ -35,6 +36,7 @@ class LetterEvent(BaseModel):
     received_ms: int
 
 
+@final
 class LetterOut(BaseModel):
     """An event that was given up on."""
 
@@ -58,6 +60,7 @@ class LetterOut(BaseModel):
         )
 
 
+@final
 class LettersOut(BaseModel):
     """A page of the dead letters."""
 
@@ -93,6 +96,7 @@ class LettersOut(BaseModel):
     cursor: str | None = Field(description="Ask for the next page with it; null on the last one.")
 
 
+@final
 class ReplayedOut(BaseModel):
     """A letter that waits to be learned again."""
 
@@ -101,6 +105,7 @@ class ReplayedOut(BaseModel):
     entry_id: str = Field(description="What the event is called in its stream now.")
 
 
+@final
 class ReplayedAllOut(BaseModel):
     """What became of the letters."""
 
@@ -110,6 +115,7 @@ class ReplayedAllOut(BaseModel):
     refused: int = Field(description="Left where they are, since no worker could take them.")
 
 
+@final
 class DiscardedOut(BaseModel):
     """A letter that is gone."""
 

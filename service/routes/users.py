@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, final
 
 from fastapi import APIRouter, Depends, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +18,7 @@ router = APIRouter(prefix="/admin/users", tags=["users"], dependencies=[Depends(
 UserId = Annotated[Identifier, Path(description="As in POST /recommend; percent-encoded where a URL needs it.")]
 
 
+@final
 class UserOut(BaseModel):
     """What is stored of a user."""
 
@@ -46,6 +47,7 @@ class UserOut(BaseModel):
     forgotten: bool = Field(description="Forgotten, and no reward learned since.")
 
 
+@final
 class ForgottenOut(BaseModel):
     """A user began anew."""
 

@@ -60,6 +60,11 @@ async def use_every_script(redis: Redis) -> None:
         await stream.count_attempt(buried)
         assert await stream.keep(partition, "one", [buried.entry_id, "1-1"]) == 1
         await stream.bury(buried, "one", "test")
+        [letter] = (await stream.dead_letters(limit=1)).letters
+        assert (await stream.replay(partition, letter.letter_id)).status == "replayed"
+        [buried] = await stream.read(partition, "one", count=1, block_ms=0)
+        await stream.bury(buried, "one", "test")
+        await stream.discard_of(buried.event.user_id if buried.event else "")
         states = [UserState(d.event.user_id, 0, 1, 0, {"b": x}) for d in rest if d.event]
         updates = [
             UserUpdate(state, 0, 0, [Sample(x, 1.0, 1.0, 0, 0, "a")], [d.entry_id])
@@ -68,6 +73,7 @@ async def use_every_script(redis: Redis) -> None:
         await users.apply(partition, "one", [d.entry_id for d in rest], updates)
         assert all(await users.rebase(partition, states))
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
+    assert [await users.forget(name) for name in names] == [1] * 12
     assert await stream.release_consumer("one")
     epochs = EpochStore(redis, keys, record.store_epoch)
     assert await epochs.acquire_lease("t", 10_000)
