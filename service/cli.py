@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.cli import bench_app
+from service.letters_cli import letters_app
 from service.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ def show_settings() -> None:
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(letters_app, name="dead-letters")
 
 
 def main() -> None:

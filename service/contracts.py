@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from store.decisions import DecidedItem
+from store.users import UserSummary
 
 #: One named feature: numbers enter as they are, strings and booleans are hashed.
 FeatureValue: TypeAlias = float | str | bool
@@ -88,6 +89,15 @@ class FeedbackOutcome:
     rejected: tuple[Rejection, ...]
     #: Whether all of them are in the served model; None when the caller did not wait for it.
     applied: bool | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UserDescription:
+    """What is known of a user, and whether this process holds their state in memory."""
+
+    stored: UserSummary
+    resident: bool
 
 
 @final

@@ -26,6 +26,7 @@ from service.contracts import (
     RecommendCommand,
     Rejection,
     RewardCommand,
+    UserDescription,
 )
 from service.errors import DecisionConflict, InvalidInput
 from service.metrics import Metrics
@@ -147,6 +148,7 @@ class Engine:
             user_version=scores.user_events,
             cold_start=None if scores.user_events else "meta",
             created_ms=_now_ms(),
+            incarnation=scores.incarnation,
         )
         # Whoever raced us with the same id and was first has decided for both.
         standing = await self._decisions.put(decision)
@@ -156,23 +158,28 @@ class Engine:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
         ids = list(dict.fromkeys(command.decision_id for command in commands))
         found = dict(zip(ids, await asyncio.gather(*map(self._decisions.get, ids)), strict=True))
-        events: list[RewardEvent] = []
-        rejected: list[Rejection] = []
+        events: dict[int, RewardEvent] = {}
+        rejected: dict[int, Rejection] = {}
         for index, command in enumerate(commands):
             outcome = _event(command, found[command.decision_id], index)
             if isinstance(outcome, Rejection):
-                rejected.append(outcome)
+                rejected[index] = outcome
             else:
-                events.append(outcome)
+                events[index] = outcome
         reach("server-before-enqueue")
-        stored = await self._events.enqueue(events) if events else []
+        answers = await self._events.enqueue(list(events.values())) if events else []
         reach("server-after-enqueue")
+        stored = dict(zip(events, answers, strict=True))
+        for index, entry in stored.items():
+            if entry.status == "void":
+                rejected[index] = Rejection(index, "user-reset", "the user began anew since: the reward has no effect")
         applied: bool | None = None
         if wait_applied:
-            waits = [self._wait(event, entry) for event, entry in zip(events, stored, strict=True)]
+            waits = [self._wait(events[index], entry) for index, entry in stored.items() if index not in rejected]
             applied = bool(waits) and all(await asyncio.gather(*waits))
-        accepted = sum(entry.status == "accepted" for entry in stored)
-        return FeedbackOutcome(accepted, len(stored) - accepted, tuple(rejected), applied)
+        accepted = sum(entry.status == "accepted" for entry in answers)
+        duplicates = sum(entry.status == "duplicate" for entry in answers)
+        return FeedbackOutcome(accepted, duplicates, tuple(rejected[index] for index in sorted(rejected)), applied)
 
     async def _wait(self, event: RewardEvent, entry: Enqueued) -> bool:
         """Whether a stored event is served within the time limit."""
@@ -182,9 +189,31 @@ class Engine:
         known = entry.status == "accepted" or replica.saw(entry.partition, entry.entry_id)
         if not known and not await self._events.exists(entry.partition, entry.entry_id):
             # Finished before this process was told of it, perhaps before it was started.
-            await replica.refresh(event.user_id)
-            return not await self._events.buried(entry.partition, entry.entry_id)
+            state = await replica.refresh(event.user_id)
+            began_anew = (state.incarnation if state else 0) != event.incarnation
+            return not began_anew and not await self._events.buried(entry.partition, entry.entry_id)
         return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
+
+    @property
+    def events(self) -> EventStream:
+        """The rewards on their way, and those that were given up on."""
+        return self._events
+
+    async def describe_user(self, user_id: str) -> UserDescription | None:
+        """What is stored of a user; None for one never seen."""
+        summary = await self._users.summary(user_id)
+        resident = self._serving is not None and self._serving.replica.resident(user_id)
+        return None if summary is None else UserDescription(summary, resident)
+
+    async def forget_user(self, user_id: str) -> int:
+        """Forget a user, dead letters included; the incarnation that begins."""
+        incarnation = await self._users.forget(user_id)
+        if self._serving is not None:
+            # The log would tell it in a moment; nobody who was answered finds the old state here.
+            await self._serving.replica.refresh(user_id)
+        letters = await self._events.discard_of(user_id)
+        log.info("user forgotten", user=user_id, incarnation=incarnation, dead_letters=letters)
+        return incarnation
 
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""
@@ -298,6 +327,7 @@ def _event(command: RewardCommand, decision: Decision | None, index: int) -> Rew
         decided_ms=decision.created_ms,
         received_ms=_now_ms(),
         phi=decision.phi[arms[arm_id]],
+        incarnation=decision.incarnation,
     )
 
 

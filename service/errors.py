@@ -9,6 +9,8 @@
     ├── UnknownDecision      404  /problems/unknown-decision      never made, or its reward window is over
     ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
+    ├── UserReset            409  /problems/user-reset            the user was forgotten or restored since the decision
+    ├── NotReplayable        409  /problems/not-replayable        the dead letter cannot be put back
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
@@ -157,6 +159,27 @@ class DecisionConflict(ServiceError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, errors=[FieldError("decision_id", detail)])
+
+
+@final
+class UserReset(ServiceError):
+    """The user was forgotten or restored since the decision: its rewards have no effect any more."""
+
+    status = 409
+    slug = "user-reset"
+    title = "User began anew"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, errors=[FieldError("decision_id", detail)])
+
+
+@final
+class NotReplayable(ServiceError):
+    """The dead letter is no reward event, or its event was accepted again since."""
+
+    status = 409
+    slug = "not-replayable"
+    title = "Not replayable"
 
 
 @final

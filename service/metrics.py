@@ -52,7 +52,7 @@ class Metrics:
         )
         self.events = Gauge(
             "metaban_events",
-            "Events in the store, ever: enqueued, applied, buried; and learners quarantined.",
+            "Events in the store, ever, by what became of them; and learners quarantined.",
             ["state"],
             registry=registry,
         )

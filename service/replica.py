@@ -108,6 +108,10 @@ class Replica:
         await self._put(states.values())
         return states.get(user)
 
+    def resident(self, user: str) -> bool:
+        """Whether a user's state is in memory."""
+        return user in self._model
+
     def saw(self, partition: int, entry_id: str) -> bool:
         """Whether an event's application came by in the log lately."""
         return (partition, entry_id) in self._seen
@@ -151,6 +155,9 @@ class Replica:
                 self._recovered(place)
                 cursor = self._cursors[partition]
                 entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
+                # So far behind that lines may have been trimmed, and not every line counts events: see `_missed`.
+                if len(entries) >= TAIL_ENTRIES and await self._users.gap(partition, cursor):
+                    await self._resync(partition)
                 if entries:
                     self._news[partition] = entries
                     await self._absorb_news()
@@ -199,6 +206,9 @@ class Replica:
 
     async def _absorb(self, news: dict[int, list[UpdateEntry]]) -> None:
         users = dict.fromkeys(entry.user_id for entries in news.values() for entry in entries)
+        await self._begin(
+            (entry.user_id, entry.incarnation) for entries in news.values() for entry in entries if not entry.version
+        )
         early = await self._load(user for user in users if self._model.wants(user))
         for partition, entries in news.items():
             if self._missed(partition, entries):
@@ -238,10 +248,18 @@ class Replica:
         served = self._model.epoch_number
         ready = [state for state in states if state.epoch <= served]
         early = {state.user_id for state in states if state.epoch > served}
+        # Whoever began anew is not served as they were before while their new state waits.
+        await self._begin((state.user_id, state.incarnation) for state in states if state.user_id in early)
         if ready:
             await self._run(lambda: self._model.put(ready))
             self._brief_soon()
         return early
+
+    async def _begin(self, began: Iterable[tuple[str, int]]) -> None:
+        """Have nothing served any more of earlier incarnations than these of users."""
+        pairs = [(user, incarnation) for user, incarnation in began if incarnation]
+        if pairs:
+            await self._run(lambda: self._model.begin(pairs))
 
     def _brief_soon(self) -> None:
         """Have the model prepare for whoever is likely to ask next, a few users at a time between requests."""
@@ -256,12 +274,13 @@ class Replica:
         """Compare versions with the store's, and load what differs."""
         versions = await self._users.versions(partition)
         applied = await self._users.applied()
+        await self._begin((user, incarnation) for user, (incarnation, version) in versions.items() if not version)
         moved = []
         for user, (incarnation, version) in versions.items():
             held = self._model.holds(user)
             if held is not None and (held.incarnation, held.version) == (incarnation, version):
                 continue
-            if self._model.wants(user):
+            if version and self._model.wants(user):
                 moved.append(user)
         await self._load(sorted(moved))
         self._applied[partition] = applied[partition]

@@ -224,7 +224,7 @@ class RejectionOut(BaseModel):
     """A reward that will not be learned."""
 
     index: int = Field(description="Its place in `events`, from 0.")
-    code: str = Field(examples=["unknown-decision", "unknown-arm", "arm-required"])
+    code: str = Field(examples=["unknown-decision", "unknown-arm", "arm-required", "user-reset"])
     detail: str
 
 

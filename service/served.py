@@ -26,6 +26,8 @@ from store.users import UserState
 BRIEFS_MAX = 4_096
 #: Users briefed between two batches of requests.
 BRIEFS_A_TURN = 64
+#: Users remembered to have begun anew; a load that is still under way then takes a moment, not thousands of them.
+BEGAN_MAX = 65_536
 
 
 @final
@@ -44,7 +46,7 @@ class ScoreRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class ArmScores:
-    """One request's arms judged, what the learner noted of each [k, q], and the asking user's events."""
+    """One request's arms judged, what the learner noted of each [k, q], and whom of the asking user it was for."""
 
     mean: NDArray[np.float64]
     bonus: NDArray[np.float64]
@@ -52,6 +54,7 @@ class ArmScores:
     phi: NDArray[np.float32]
     user_events: int
     epoch: int
+    incarnation: int = 0
 
 
 @final
@@ -93,6 +96,8 @@ class ServedModel:
         self._pool = UserBank(learner.fields, learner.dtype, device)
         self._guests: OrderedDict[str, State] = OrderedDict()
         self._standing: dict[str, Standing] = {}
+        #: The incarnation that users have been in who began anew lately: nothing older of them is taken any more.
+        self._began: OrderedDict[str, int] = OrderedDict()
         #: What was worked out of users asked about lately, the latest last; and whose is out of date.
         self._briefs: OrderedDict[str, Arrays] = OrderedDict()
         self._stale: dict[str, None] = {}
@@ -142,10 +147,15 @@ class ServedModel:
         return True
 
     def put(self, states: Sequence[UserState]) -> None:
-        """Take over states that are as new as what is held; a state that does not fit the learner is refused."""
+        """Take over states that are as new as what is held; a state that does not fit the learner is refused.
+
+        Of a forgotten user nothing is held any more.
+        """
         pooled: dict[str, UserState] = {}
         for state in states:
-            if self._acceptable(state):
+            if state.forgotten:
+                self.begin([(state.user_id, state.incarnation)])
+            elif self._acceptable(state):
                 self._standing[state.user_id] = Standing.of(state)
                 if state.user_id in self._briefs:
                     self._stale[state.user_id] = None
@@ -158,8 +168,21 @@ class ServedModel:
             stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in held])) for name in names}
             self._pool.put(list(pooled), stacked)
 
+    def begin(self, began: Iterable[tuple[str, int]]) -> None:
+        """Users are in these incarnations, or later ones: drop what is held of an earlier, and take no more of it.
+
+        A load that was under way when a user was forgotten may still bring the old state.
+        """
+        for user, incarnation in began:
+            self._began[user] = max(incarnation, self._began.pop(user, 0))
+            held = self._standing.get(user)
+            if held is not None and held.incarnation < incarnation:
+                self.remove(user)
+        while len(self._began) > BEGAN_MAX:
+            self._began.popitem(last=False)
+
     def remove(self, user: str) -> None:
-        """Forget a user."""
+        """Let go of a user."""
         if user in self._pool:
             self._pool.remove(user)
         self._guests.pop(user, None)
@@ -177,16 +200,17 @@ class ServedModel:
             slates=Slates(sizes),
             own=_joined([brief for brief, _ in asking]),
             own_row=self._given(np.array([self._row(request.user_id) for request in requests])),
-            own_events=self._given(np.array([events for _, events in asking])),
+            own_events=self._given(np.array([standing.version for _, standing in asking])),
         )
         with self._computing():
             scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
         mean, bonus = self._taken(scores.mean, np.float64), self._taken(scores.bonus, np.float64)
         group_size, phi = self._taken(scores.group_size, np.int64), self._taken(scores.phi, np.float32)
         found, end = [], 0
-        for size, (_, events) in zip(sizes, asking, strict=True):
+        for size, (_, standing) in zip(sizes, asking, strict=True):
             part, end = slice(end, end + size), end + size
-            found.append(ArmScores(mean[part], bonus[part], group_size[part], phi[part], events, self.epoch_number))
+            judged = mean[part], bonus[part], group_size[part], phi[part]
+            found.append(ArmScores(*judged, standing.version, self.epoch_number, standing.incarnation))
         return found
 
     def refresh(self, most: int) -> int:
@@ -206,16 +230,17 @@ class ServedModel:
             self._briefs |= zip(held, self._briefs_of(states), strict=True)
         return len(self._stale)
 
-    def _brief_of(self, request: ScoreRequest) -> tuple[Arrays, int]:
-        """The brief [1, …] and events of an asking user, who may be new."""
-        user = request.user_id
+    def _brief_of(self, request: ScoreRequest) -> tuple[Arrays, Standing]:
+        """The brief [1, …] and standing of an asking user, who may be new."""
+        user, loaded = request.user_id, request.loaded
         standing = self._standing.get(user)
         if standing is None:
-            if request.loaded is not None and self._fits(request.loaded):
-                return self._briefs_of([self._on_device(request.loaded)])[0], request.loaded.version
+            began = self._began.get(user, 0)
+            if loaded is not None and loaded.incarnation >= began and self._fits(loaded):
+                return self._briefs_of([self._on_device(loaded)])[0], Standing.of(loaded)
             if self._stranger is None:
                 self._stranger = self._briefs_of([self._newborn])[0]
-            return self._stranger, 0
+            return self._stranger, Standing(max(began, loaded.incarnation if loaded else 0), 0, self.epoch_number)
         if user in self._guests:
             self._guests.move_to_end(user)
         if user not in self._briefs or user in self._stale:
@@ -225,7 +250,7 @@ class ServedModel:
         while len(self._briefs) > BRIEFS_MAX:
             dropped, _ = self._briefs.popitem(last=False)
             self._stale.pop(dropped, None)
-        return self._briefs[user], standing.version
+        return self._briefs[user], standing
 
     def _briefs_of(self, states: Sequence[State]) -> list[Arrays]:
         """What judging needs of users with these states, each [1, …]."""
@@ -268,7 +293,8 @@ class ServedModel:
     def _acceptable(self, state: UserState) -> bool:
         """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
         held = self._standing.get(state.user_id)
-        return (held is None or held.precedes(Standing.of(state))) and self._fits(state)
+        newer = held is None or held.precedes(Standing.of(state))
+        return newer and state.incarnation >= self._began.get(state.user_id, 0) and self._fits(state)
 
     def _fits(self, state: UserState) -> bool:
         return all(

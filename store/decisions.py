@@ -57,6 +57,7 @@ class Decision:
     user_version: int
     cold_start: str | None
     created_ms: int
+    incarnation: int = 0  # of the user when it was decided: its rewards count for no other
 
     def encode(self) -> bytes:
         tensors = {
@@ -76,6 +77,7 @@ class Decision:
             "user_version": self.user_version,
             "cold_start": self.cold_start,
             "created_ms": self.created_ms,
+            "incarnation": self.incarnation,
         }
         return encode_tensors(tensors, {"decision": json.dumps(fields, allow_nan=False)})
 
@@ -97,6 +99,7 @@ class Decision:
                 user_version=as_int(fields["user_version"]),
                 cold_start=None if cold_start is None else _text(cold_start),
                 created_ms=as_int(fields["created_ms"]),
+                incarnation=as_int(fields.get("incarnation", 0)),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptRecord(f"not a decision: {error!r}") from error

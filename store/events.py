@@ -1,22 +1,22 @@
 """Rewards on their way to the learners: one stream per partition, read by one consumer group.
 
-An event is stored once per event id within the dedupe window, stays in its stream until `UserStore.apply` or
-`EventStream.bury` removes it, and is delivered again when its consumer stalls. Streams are never trimmed,
-which would drop unread events: a full backlog is refused instead.
+An event is stored once per event id within the dedupe window, unless its user began a new incarnation since the
+decision. It stays in its stream until `UserStore.apply` or `EventStream.bury` removes it, and is delivered again when
+its consumer stalls. Streams are never trimmed, which would drop unread events: a full backlog is refused instead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal, final
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, final
 
-import numpy as np
 from redis.asyncio import Redis
 
-from store.codec import FLOAT32, Sample, nothing_noted
+from store.codec import Sample
 from store.connection import (
+    Argument,
     as_int,
     as_text,
     block_arguments,
@@ -27,95 +27,30 @@ from store.connection import (
     refusal_code,
     stream_entries,
 )
+from store.dead_letters import RETRY_AFTER_S, DeadLetters, LetterPage, Replay
 from store.errors import BacklogFull, CorruptRecord, FenceLost, StoreError, StoreReset, translate_errors
 from store.keys import LEARNERS, NamespaceKeys
+from store.rewards import RewardEvent
 from store.scripts import load_script
 
 __all__ = ["Delivery", "Enqueued", "EventStream", "RewardEvent", "Sample", "create_groups"]
 
-EVENT_FORMAT: Final = b"1"
-INT64_MAX: Final = 2**63 - 1
-#: What a refused caller is told to wait: about the time the workers take for a good part of a backlog.
-RETRY_AFTER_S: Final = 2.0
 #: Fields of a foreign entry that its dead letter keeps.
 DEAD_LETTER_FIELDS: Final = 1_000
-#: Dead letters looked at in one go.
-DEAD_LETTERS_READ: Final = 256
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class RewardEvent:
-    """One reward, with all that is needed to learn from it."""
-
-    event_id: str
-    decision_id: str
-    user_id: str
-    arm_id: str
-    features: np.ndarray  # float32 [d]: the raw assembled input of the chosen arm
-    reward: float
-    propensity: float
-    epoch: int  # of the model that decided
-    decided_ms: int
-    received_ms: int
-    phi: np.ndarray = field(default_factory=nothing_noted)  # float32 [q]: noted by the learner at decision time
-
-    def encode(self) -> dict[bytes, bytes]:
-        """The fields of a stream entry."""
-        return {
-            b"f": EVENT_FORMAT,
-            b"id": self.event_id.encode(),
-            b"d": self.decision_id.encode(),
-            b"u": self.user_id.encode(),
-            b"a": self.arm_id.encode(),
-            b"x": np.ascontiguousarray(self.features, dtype=FLOAT32).tobytes(),
-            b"h": np.ascontiguousarray(self.phi, dtype=FLOAT32).tobytes(),
-            b"r": repr(float(self.reward)).encode(),
-            b"p": repr(float(self.propensity)).encode(),
-            b"m": str(int(self.epoch)).encode(),
-            b"t0": str(int(self.decided_ms)).encode(),
-            b"t1": str(int(self.received_ms)).encode(),
-        }
-
-    @staticmethod
-    def decode(fields: Mapping[bytes, bytes]) -> RewardEvent:
-        """The event of a stream entry; fields of others beside ours are ignored."""
-        try:
-            if fields[b"f"] != EVENT_FORMAT:
-                raise CorruptRecord(f"an event has the unknown format {fields[b'f']!r}")
-            event = RewardEvent(
-                event_id=fields[b"id"].decode(),
-                decision_id=fields[b"d"].decode(),
-                user_id=fields[b"u"].decode(),
-                arm_id=fields[b"a"].decode(),
-                features=np.frombuffer(fields[b"x"], dtype=FLOAT32).copy(),
-                reward=float(fields[b"r"]),
-                propensity=float(fields[b"p"]),
-                epoch=int(fields[b"m"]),
-                decided_ms=int(fields[b"t0"]),
-                received_ms=int(fields[b"t1"]),
-                phi=np.frombuffer(fields[b"h"], dtype=FLOAT32).copy(),
-            )
-        except (KeyError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-            raise CorruptRecord(f"not a reward event: {error!r}") from error
-        if not all(abs(number) <= INT64_MAX for number in (event.epoch, event.decided_ms, event.received_ms)):
-            raise CorruptRecord("a number of a reward event is out of range")
-        numbers = np.concatenate([[event.reward, event.propensity], event.features, event.phi])
-        if not np.isfinite(numbers).all():
-            raise CorruptRecord("a reward event is not finite")
-        return event
-
-    def sample(self) -> Sample:
-        """What the log of the user keeps."""
-        return Sample(self.features, self.reward, self.propensity, self.epoch, self.received_ms, self.arm_id, self.phi)
+EnqueueStatus: TypeAlias = Literal["accepted", "duplicate", "void"]
+#: What the numbers mean that the enqueue script answers with.
+STATUSES: Final[tuple[EnqueueStatus, ...]] = ("duplicate", "accepted", "void")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """What became of one event; a duplicate names the entry that the first one got."""
+    """What became of one event; a duplicate names the entry that the first one got.
 
-    status: Literal["accepted", "duplicate"]
+    A void one was decided for an earlier incarnation of its user: it was not stored, and has no entry id.
+    """
+
+    status: EnqueueStatus
     partition: int
     entry_id: str
 
@@ -148,6 +83,7 @@ class EventStream:
         self._attempt = load_script(redis, "attempt")
         self._bury = load_script(redis, "bury")
         self._release = load_script(redis, "release")
+        self._letters = DeadLetters(redis, keys, window_ms=self._window_ms, backlog_limit=backlog_limit)
 
     async def enqueue(self, events: Sequence[RewardEvent]) -> list[Enqueued]:
         """Store events, each event id of a user once; the answers in order.
@@ -172,16 +108,24 @@ class EventStream:
                 )
         answers: dict[int, Enqueued] = {}
         for (partition, indices), (_, *rest) in zip(shares.items(), replies, strict=True):
-            for index, accepted, entry_id in zip(indices, rest[0::2], rest[1::2], strict=True):
-                outcome: Literal["accepted", "duplicate"] = "accepted" if accepted else "duplicate"
-                answers[index] = Enqueued(outcome, partition, as_text(entry_id))
+            for index, status, entry_id in zip(indices, rest[0::2], rest[1::2], strict=True):
+                answers[index] = Enqueued(STATUSES[status], partition, as_text(entry_id))
         return [answers[index] for index in range(len(events))]
 
-    def _enqueue_call(self, partition: int, events: Sequence[RewardEvent]) -> tuple[list[str], list[bytes | int]]:
-        keys = [self._keys.marker(partition), self._keys.events(partition), self._keys.counters(partition)]
+    def _enqueue_call(self, partition: int, events: Sequence[RewardEvent]) -> tuple[list[str], list[Argument]]:
+        keys = [
+            self._keys.marker(partition),
+            self._keys.events(partition),
+            self._keys.counters(partition),
+            self._keys.versions(partition),
+        ]
         keys += [self._keys.seen(event.user_id, event.event_id) for event in events]
-        fields = [part for event in events for pair in event.encode().items() for part in pair]
-        return keys, [self._limit, self._window_ms, len(fields) // len(events), *fields]
+        encoded = [event.encode() for event in events]
+        arguments: list[Argument] = [self._limit, self._window_ms, 2 * len(encoded[0])]
+        for event, fields in zip(events, encoded, strict=True):
+            arguments += [event.user_id, event.incarnation]
+            arguments += [part for pair in fields.items() for part in pair]
+        return keys, arguments
 
     async def read(self, partition: int, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
         """Entries that no consumer was given yet; waits at most `block_ms`, and below the socket time-out."""
@@ -310,16 +254,28 @@ class EventStream:
         return bool(await command(self._redis, "XRANGE", key, entry_id, entry_id, "COUNT", 1))
 
     async def buried(self, partition: int, entry_id: str) -> bool:
-        """Whether an event was given up on; looks through the dead letters that came after it."""
-        start = entry_id
-        while True:
-            key = self._keys.dead_letters(partition)
-            rows = parse_entries(await command(self._redis, "XRANGE", key, start, "+", "COUNT", DEAD_LETTERS_READ))
-            if any(fields.get(b"dead_entry") == entry_id.encode() for _, fields in rows):
-                return True
-            if len(rows) < DEAD_LETTERS_READ:
-                return False
-            start = f"({rows[-1][0]}"
+        """Whether an event was given up on."""
+        return await self._letters.holds(partition, entry_id)
+
+    async def dead_letters(self, *, limit: int, cursor: str | None = None, newest_first: bool = True) -> LetterPage:
+        """A page of the dead letters of all partitions; ValueError for a cursor that is none of ours."""
+        return await self._letters.page(limit=limit, cursor=cursor, newest_first=newest_first)
+
+    async def replay(self, partition: int, letter_id: str) -> Replay:
+        """Put a dead letter back as a fresh event, which still counts once."""
+        return await self._letters.replay(partition, letter_id)
+
+    async def replay_everything(self) -> dict[str, int]:
+        """Put back all dead letters there are now; how many were replayed, and how many refused."""
+        return await self._letters.replay_everything()
+
+    async def discard(self, partition: int, letter_id: str) -> bool:
+        """Delete a dead letter; whether it was there."""
+        return await self._letters.discard(partition, letter_id)
+
+    async def discard_of(self, user_id: str) -> int:
+        """Delete the dead letters of a user; how many there were."""
+        return await self._letters.discard_of(user_id)
 
 
 async def create_groups(redis: Redis, keys: NamespaceKeys, partitions: Iterable[int]) -> None:

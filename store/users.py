@@ -1,20 +1,22 @@
-"""Users' learners: state, samples and versions, changed only through `apply` and `rebase`.
+"""Users' learners: state, samples and versions, changed only through `apply`, `rebase` and `forget`.
 
 A user's version is the number of events applied in this incarnation; restoring or forgetting a user raises
-the incarnation. Both, with the store epoch, are the fence that makes every event count exactly once.
+the incarnation, and nothing ever lowers it. Both, with the store epoch, are the fence that makes every event count
+exactly once. Of the counters, in each partition and at every moment:
+
+    enqueued + replayed = applied + voided + buried + the events waiting
+    applied = Σ versions + forgotten
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
-import numpy as np
 from redis.asyncio import Redis
 
-from store.codec import Sample, decode_tensors, encode_tensors
+from store.codec import Sample
 from store.connection import (
     Argument,
     Command,
@@ -27,12 +29,17 @@ from store.connection import (
     pipeline,
     stream_entries,
 )
-from store.errors import CorruptRecord, FenceLost, FenceReason
+from store.errors import CorruptRecord, FenceLost, FenceReason, StoreReset
 from store.keys import LEARNERS, NamespaceKeys
 from store.scripts import load_script
+from store.user_records import UpdateEntry, UserState, UserSummary, UserUpdate
+
+__all__ = ["UpdateEntry", "UserState", "UserStore", "UserSummary", "UserUpdate"]
 
 #: Fields looked at by one step of a scan over the versions.
 SCAN_COUNT: Final = 1_000
+#: What is counted in every partition.
+COUNTERS: Final = ("enqueued", "applied", "voided", "buried", "replayed", "forgotten", "quarantined")
 log = logging.getLogger(__name__)
 Decoded = TypeVar("Decoded")
 BEFORE_ALL: Final = "0-0"
@@ -41,81 +48,6 @@ FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
     b"version": "version",
     b"store-epoch": "store-epoch",
 }
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class UserState:
-    """The learner of one user: tensors under the epoch they were computed with."""
-
-    user_id: str
-    incarnation: int
-    version: int
-    epoch: int
-    tensors: dict[str, np.ndarray]
-
-    def encode(self) -> bytes:
-        """The tensors; the numbers beside them are fields of their own, which scripts compare."""
-        return encode_tensors(self.tensors, {})
-
-    @staticmethod
-    def decode(user_id: str, incarnation: Any, version: Any, epoch: Any, state: Any) -> UserState:
-        try:
-            tensors, _ = decode_tensors(as_bytes(state))
-            return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors)
-        except CorruptRecord as error:
-            raise CorruptRecord(f"the state of user {user_id!r}: {error}") from error
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class UserUpdate:
-    """The new state of one user, what it replaces and the events it accounts for."""
-
-    state: UserState
-    expected_version: int
-    expected_incarnation: int
-    samples: Sequence[Sample]
-    entry_ids: Sequence[str]
-
-    def arguments(self) -> list[Argument]:
-        """What the apply script takes for one update."""
-        return [
-            self.state.user_id,
-            f"{self.expected_incarnation}:{self.expected_version}",
-            self.state.incarnation,
-            self.state.version,
-            self.state.epoch,
-            self.state.encode(),
-            ",".join(self.entry_ids),
-            len(self.samples),
-            *[sample.encode() for sample in self.samples],
-        ]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class UpdateEntry:
-    """One line of the update log: a user moved; no entry ids when only the epoch under the state changed."""
-
-    cursor: str
-    user_id: str
-    incarnation: int
-    version: int
-    entry_ids: tuple[str, ...]
-    applied: int
-
-    @staticmethod
-    def decode(cursor: str, fields: dict[bytes, bytes]) -> UpdateEntry:
-        joined = as_text(fields.get(b"e"))
-        return UpdateEntry(
-            cursor=cursor,
-            user_id=as_text(fields.get(b"u")),
-            incarnation=as_int(fields.get(b"i")),
-            version=as_int(fields.get(b"v")),
-            entry_ids=tuple(joined.split(",")) if joined else (),
-            applied=as_int(fields.get(b"t")),
-        )
 
 
 @final
@@ -140,9 +72,13 @@ class UserStore:
         self._log_cap = update_log_cap
         self._apply = load_script(redis, "apply")
         self._rebase = load_script(redis, "rebase")
+        self._forget = load_script(redis, "forget")
 
     async def load(self, user_ids: Iterable[str]) -> dict[str, UserState]:
-        """The states of these users; users never learned are absent, and so are those whose state is damaged."""
+        """The states of these users, tombstones of forgotten ones included.
+
+        Users never learned are absent, and so are those whose state is damaged.
+        """
         ids = list(dict.fromkeys(user_ids))
         replies = await pipeline(self._redis, map(self._state_command, ids))
         return _undamaged(_decode_states, ids, replies)
@@ -180,9 +116,9 @@ class UserStore:
     ) -> int:
         """Write all updates, acknowledge and delete all entries; the events ever applied in the partition.
 
-        Entries in no update are acknowledged without an effect. FenceLost, with nothing written, when an
-        entry is not pending for this consumer, a user is not at the expected version, or the store is
-        another one.
+        Entries in no update are acknowledged without an effect, and counted as voided. FenceLost, with nothing
+        written, when an entry is not pending for this consumer, a user is not at the expected version, or the
+        store is another one.
         """
         self._check_batch(partition, entry_ids, updates)
         keys = [
@@ -200,6 +136,7 @@ class UserStore:
             self._samples_kept,
             self._log_cap,
             len(entry_ids),
+            sum(len(update.entry_ids) for update in updates),
             *entry_ids,
         ]
         for update in updates:
@@ -245,6 +182,46 @@ class UserStore:
             raise FenceLost("store-epoch", f"partition {partition}")
         return [bool(flag) for flag in done]
 
+    async def forget(self, user_id: str) -> int:
+        """Delete a user's state and samples and begin a new incarnation, the number of which is returned.
+
+        Rewards of decisions made before have no effect from now on, wherever they are. Works for a user without any
+        record too, of whom a decision may be under way.
+        """
+        partition = self.partition_of(user_id)
+        keys = [
+            self._keys.marker(partition),
+            self._keys.counters(partition),
+            self._keys.update_log(partition),
+            self._keys.versions(partition),
+            self._keys.user(user_id),
+            self._keys.samples(user_id),
+        ]
+        status, *incarnation = await self._forget.call(keys, [self._store_epoch, self._log_cap, user_id])
+        if status != b"ok":
+            raise StoreReset(f"partition {partition} of {self._keys.namespace} lost its marker or is of another store")
+        return as_int(incarnation[0])
+
+    async def summary(self, user_id: str) -> UserSummary | None:
+        """What is stored of a user; None for one who was never learned nor forgotten."""
+        fields, samples = await pipeline(
+            self._redis,
+            [
+                ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch"),
+                ("LLEN", self._keys.samples(user_id)),
+            ],
+        )
+        incarnation, version, epoch = fields
+        if incarnation is None:
+            return None
+        return UserSummary(
+            incarnation=as_int(incarnation),
+            version=as_int(version),
+            epoch=None if epoch is None else as_int(epoch),
+            samples=as_int(samples),
+            forgotten=epoch is None,
+        )
+
     async def versions(self, partition: int) -> dict[str, tuple[int, int]]:
         """(incarnation, version) of every user of a partition."""
         found: dict[str, tuple[int, int]] = {}
@@ -278,13 +255,12 @@ class UserStore:
         await command(self._redis, "HINCRBY", self._keys.counters(partition), "quarantined", users)
 
     async def counters(self) -> dict[str, int]:
-        """Sums over partitions of what was enqueued, applied, buried and quarantined, ever."""
-        names = ("enqueued", "applied", "buried", "quarantined")
+        """Sums over partitions of what was counted, ever."""
         replies = await pipeline(
             self._redis,
-            [("HMGET", self._keys.counters(partition), *names) for partition in range(self._keys.partitions)],
+            [("HMGET", self._keys.counters(partition), *COUNTERS) for partition in range(self._keys.partitions)],
         )
-        return {name: sum(as_int(reply[place], absent=0) for reply in replies) for place, name in enumerate(names)}
+        return {name: sum(as_int(reply[place], absent=0) for reply in replies) for place, name in enumerate(COUNTERS)}
 
     def partition_of(self, user_id: str) -> int:
         """The partition that holds a user."""

@@ -13,7 +13,7 @@ from store.failpoints import reach
 from store.users import UserState, UserStore, UserUpdate
 from worker.desk import FittingDesk
 from worker.model import NamespaceModel, SharedEpoch
-from worker.trainer import Pupil, Trainer
+from worker.trainer import Fitted, Pupil, Trainer
 
 #: Times a batch is computed anew because a user moved meanwhile.
 FENCE_RETRIES = 8
@@ -44,6 +44,8 @@ class Publisher:
 
     async def publish(self, partition: int, deliveries: Sequence[Delivery]) -> int | None:
         """Apply deliveries of one partition, burying those that no learner could take.
+
+        Events decided for another incarnation of their user are finished without an effect.
 
         Returns the events ever applied in the partition, None when nothing was: what another consumer has claimed
         meanwhile is left to it.
@@ -97,20 +99,24 @@ class Publisher:
             log.info("event claimed elsewhere", partition=delivery.partition, entry=delivery.entry_id)
 
     async def _apply(self, partition: int, deliveries: Sequence[Delivery], trainer: Trainer) -> int:
+        found = [(delivery.entry_id, delivery.event) for delivery in deliveries if delivery.event is not None]
+        states, samples = await self._users.load_learners(event.user_id for _, event in found)
         by_user: dict[str, list[tuple[str, RewardEvent]]] = {}
-        for delivery in deliveries:
-            if delivery.event is not None:
-                reach("worker-learn", delivery.event.arm_id)
-                by_user.setdefault(delivery.event.user_id, []).append((delivery.entry_id, delivery.event))
-        states, samples = await self._users.load_learners(by_user)
+        for entry_id, event in found:
+            reach("worker-learn", event.arm_id)
+            state = states.get(event.user_id)
+            # Decided for another incarnation, it has no effect. Incarnations only grow: what is void now stays so,
+            # and who is forgotten while the others are fitted is not at the expected version any more.
+            if event.incarnation == (state.incarnation if state else 0):
+                by_user.setdefault(event.user_id, []).append((entry_id, event))
         pupils = []
         for user_id, events in by_user.items():
             state = states.get(user_id)
             kept = [*samples.get(user_id, []), *(event.sample() for _, event in events)][-self._samples_kept :]
             version = (state.version if state else 0) + len(events)
-            pupils.append(Pupil(user_id, version, kept, state.tensors if state else None))
+            pupils.append(Pupil(user_id, version, kept, None if state is None or state.forgotten else state.tensors))
         epoch = self._model.epoch
-        fitted = await self._desk.fit(trainer, epoch, pupils)
+        fitted = await self._desk.fit(trainer, epoch, pupils) if pupils else Fitted([], ())
         for user_id in fitted.quarantined:
             log.warning("learner quarantined", user=user_id, reason="not finite; put back to the prior")
         updates = []
@@ -131,9 +137,13 @@ class Publisher:
         reach("worker-before-apply")
         applied = await self._users.apply(partition, self._consumer, entry_ids, updates)
         reach("worker-after-apply")
+        void = len(entry_ids) - sum(len(events) for events in by_user.values())
+        if void:
+            log.info("events without effect", partition=partition, events=void, reason="their users began anew since")
         if fitted.quarantined:
             await self._users.count_quarantined(partition, len(fitted.quarantined))
-        await self._catch_up(partition, epoch, pupils, [update.state for update in updates])
+        if updates:
+            await self._catch_up(partition, epoch, pupils, [update.state for update in updates])
         return applied
 
     async def _catch_up(

@@ -23,7 +23,12 @@ class Teachers:
         """Whom to learn from, of all users with their (incarnation, version); users without samples are left out."""
         chosen = choose_teachers(list(standings))
         most = samples_each(len(chosen), inputs)
-        held = {user: self._held[user] for user in chosen if user in self._held}
+        # What is held of an earlier incarnation is of a user who was forgotten, or put back to another past.
+        held = {
+            user: self._held[user]
+            for user in chosen
+            if user in self._held and self._held[user][0][0] == standings[user][0]
+        }
         behind = [user for user in chosen if user not in held or held[user][0] != standings[user]]
         # An event may be applied between the look at versions and this one; it is read again with the next version.
         for user, samples in (await self._users.load_samples(behind)).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,11 +13,18 @@ import torch
 from torch import Tensor
 
 from models.arrays import Array, as_arrays, numpy_kind
-from models.learner import Arrays, Learner, State, UserBatch
+from models.learner import Arrays, Learner, Query, State, UserBatch
+from models.slates import Slates
 from store.codec import Sample
 
 #: Users fitted in one tensor program; more are fitted in turn, which bounds memory.
 USERS_PER_FIT = 256
+#: A state with larger numbers than this may be sound, where inputs are large; it has to show that it is.
+LARGE_STATE = 1e6
+#: What a sound learner says of ordinary arms stays far below this: rewards lie between 0 and 1.
+SOUND_SCORE_MAX = 1e9
+#: Larger inputs are no ordinary ones.
+ORDINARY_INPUT_MAX = 1e3
 
 
 @final
@@ -95,7 +103,7 @@ class Trainer:
         )
 
     def fit(self, shared: State, pupils: Sequence[Pupil]) -> Fitted:
-        """Fit every pupil from the shared state; a learner that turns non-finite is put back to the prior."""
+        """Fit every pupil from the shared state; a learner that is not finite, or absurd, is put back to the prior."""
         prior = self._prior(shared)
         states: list[dict[str, np.ndarray]] = []
         quarantined: list[str] = []
@@ -107,10 +115,11 @@ class Trainer:
                 batch = self.batch(part, as_numpy=self._in_numpy)
                 fitted = self.learner.fit(prior.shared, batch, previous)
                 arrays = {name: array if self._in_numpy else array.cpu().numpy() for name, array in fitted.items()}
-                sound = np.all([_finite_rows(array) for array in arrays.values()], axis=0).tolist()  # [B]
+                largest = np.max([_largest(array) for array in arrays.values()], axis=0).tolist()  # [B]
                 for row, pupil in enumerate(part):
                     state = {name: np.asarray(array[row]) for name, array in arrays.items()}
-                    if not sound[row]:
+                    large = largest[row]  # NaN, too, is not below the limit
+                    if not (large <= LARGE_STATE or (math.isfinite(large) and self._sound(prior, pupil, state))):
                         quarantined.append(pupil.user_id)
                         state = {name: tensor.cpu().numpy() for name, tensor in prior.newborn.items()}
                     states.append(state)
@@ -124,6 +133,28 @@ class Trainer:
             given = as_arrays(shared) if self._in_numpy else shared
             self._known = _Prior(shared, given, newborn)
         return self._known
+
+    def _sound(self, prior: _Prior, pupil: Pupil, state: dict[str, np.ndarray]) -> bool:
+        """Whether a finite state makes sense of ordinary arms: to its user, and to another who meets it.
+
+        Numbers may be finite and still overflow once they are multiplied, and then for others in the group as well.
+        """
+        mine = {name: self._tensor(array) for name, array in state.items()}
+        width = self.learner.inputs_expected
+        newest = pupil.samples[-1].features if pupil.samples else np.zeros(width)
+        arms = np.stack([np.zeros(width), np.ones(width), newest.clip(-ORDINARY_INPUT_MAX, ORDINARY_INPUT_MAX)])
+        query = Query(
+            arms=self._tensor(np.concatenate([arms, arms])).to(self.learner.dtype),
+            slates=Slates([len(arms), len(arms)]),
+            own={name: torch.stack([mine[name], start.to(mine[name])]) for name, start in prior.newborn.items()},
+            own_row=self._tensor(np.array([0, -1])),
+            own_events=self._tensor(np.array([pupil.events, 0])),
+        )
+        try:
+            scores = self.learner.score(prior.of, {name: tensor.unsqueeze(0) for name, tensor in mine.items()}, query)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            return False
+        return bool((scores.mean.abs() + scores.bonus.abs() <= SOUND_SCORE_MAX).all())
 
     def _previous(self, newborn: State, pupils: Sequence[Pupil]) -> State:
         def stack(name: str, start: Tensor) -> Tensor:
@@ -150,7 +181,7 @@ def _cut(array: np.ndarray, kind: type[np.floating[Any]]) -> np.ndarray:
         return array.astype(kind, copy=False)
 
 
-def _finite_rows(array: np.ndarray) -> np.ndarray:
-    """Which rows of [B, …] hold numbers only [B]."""
-    rows: np.ndarray = np.isfinite(array).reshape(len(array), -1).all(1)
+def _largest(array: np.ndarray) -> np.ndarray:
+    """The largest magnitude in each row of [B, …]; NaN where a row holds one [B]."""
+    rows: np.ndarray = np.abs(array).reshape(len(array), -1).max(1, initial=0.0)
     return rows

@@ -20,6 +20,7 @@ from service.errors import (
     Unauthorized,
     UnknownDecision,
     UnsupportedMedia,
+    UserReset,
 )
 from service.intake import parse_json, read_body, reward_commands
 from service.openapi import json_body, problem_responses
@@ -38,6 +39,7 @@ router = APIRouter(tags=["recommendations"], dependencies=[Depends(require_clien
         MalformedBody,
         Unauthorized,
         UnknownDecision,
+        UserReset,
         BodyTooLarge,
         UnsupportedMedia,
         InvalidInput,
@@ -78,4 +80,6 @@ def _single_error(rejection: Rejection) -> ServiceError | None:
         return UnknownDecision(rejection.detail)
     if rejection.code in {"unknown-arm", "arm-required"}:
         return InvalidInput(("arm_id",), rejection.detail)
+    if rejection.code == "user-reset":
+        return UserReset(rejection.detail)
     return None

@@ -15,7 +15,18 @@ from store.connection import Argument, pipeline_with_errors
 from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
-    "apply", "attempt", "attend", "bury", "enqueue", "lease", "namespace", "publish", "rebase", "release"
+    "apply",
+    "attempt",
+    "attend",
+    "bury",
+    "enqueue",
+    "forget",
+    "lease",
+    "namespace",
+    "publish",
+    "rebase",
+    "release",
+    "replay",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 

@@ -1,14 +1,15 @@
 -- Apply a batch of events to their users: all of it, or nothing.
 -- KEYS  marker, events, counters, update_log, versions, attempts, then `user`, `samples` for each update
--- ARGV  store epoch, group, consumer, samples kept, log cap, number of entry ids, the entry ids,
---       then for each update: user id, expected 'incarnation:version' ('0:0': no such user yet), incarnation,
+-- ARGV  store epoch, group, consumer, samples kept, log cap, number of entry ids, how many of them are in an update
+--       (the others have no effect), the entry ids, then for each update: user id, expected 'incarnation:version' ('0:0': no such user yet), incarnation,
 --       version, epoch, state, entry ids joined by commas, number of samples, the samples
 -- Reply {'ok', applied} | {reason, detail}
 local marker, events, counters = KEYS[1], KEYS[2], KEYS[3]
 local update_log, versions, attempts = KEYS[4], KEYS[5], KEYS[6]
 local store_epoch, group, consumer = ARGV[1], ARGV[2], ARGV[3]
-local samples_kept, log_cap, n_ids = ARGV[4], ARGV[5], tonumber(ARGV[6])
-local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 6, 8
+local samples_kept, log_cap = ARGV[4], ARGV[5]
+local n_ids, n_effective = tonumber(ARGV[6]), tonumber(ARGV[7])
+local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 7, 8
 
 -- Lua does not roll back: everything that could fail is asked before the first write.
 if redis.call('GET', marker) ~= store_epoch then
@@ -33,9 +34,16 @@ for i = HEAD_KEYS + 1, #KEYS, 2 do
 end
 redis.call('XLEN', update_log)
 redis.call('HLEN', attempts)
+local voided = redis.call('HGET', counters, 'voided')
+if voided and not string.match(voided, '^%d+$') then
+  return redis.error_reply('the counter `voided` is not a number')
+end
 
 -- First write: it fails, with nothing written, when `counters` is no hash of numbers or memory is full.
-local applied = string.format('%.0f', redis.call('HINCRBY', counters, 'applied', n_ids))
+local applied = string.format('%.0f', redis.call('HINCRBY', counters, 'applied', n_effective))
+if n_effective < n_ids then
+  redis.call('HINCRBY', counters, 'voided', n_ids - n_effective)
+end
 at = HEAD_ARGS + n_ids + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local user_id, incarnation, version = ARGV[at], ARGV[at + 2], ARGV[at + 3]

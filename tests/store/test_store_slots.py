@@ -60,6 +60,11 @@ async def use_every_script(redis: Redis) -> None:
         [buried, *rest] = await stream.read(partition, "one", count=99, block_ms=0)
         await stream.count_attempt(buried)
         await stream.bury(buried, "one", "test")
+        [letter] = (await stream.dead_letters(limit=1)).letters
+        assert (await stream.replay(partition, letter.letter_id)).status == "replayed"
+        [buried] = await stream.read(partition, "one", count=1, block_ms=0)
+        await stream.bury(buried, "one", "test")
+        await stream.discard_of(buried.event.user_id if buried.event else "")
         states = [UserState(d.event.user_id, 0, 1, 0, {"b": x}) for d in rest if d.event]
         updates = [
             UserUpdate(state, 0, 0, [Sample(x, 1.0, 1.0, 0, 0, "a")], [d.entry_id])
@@ -68,6 +73,7 @@ async def use_every_script(redis: Redis) -> None:
         await users.apply(partition, "one", [d.entry_id for d in rest], updates)
         assert all(await users.rebase(partition, states))
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
+    assert [await users.forget(name) for name in names] == [1] * 12
     assert await stream.release_consumer("one")
     ownership = Ownership(redis, keys, "t", ttl_ms=10_000)
     assert await ownership.attend() == ["t"]

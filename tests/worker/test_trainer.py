@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from models.learner import Query
 from models.presets import build_learner
 from models.settings import MetaBanSettings, named_settings
+from models.slates import Slates
 from store.codec import Sample
 from tests.worker.workshop import CPU, INPUTS, make_sample, small
 from worker import trainer as trainer_module
@@ -222,6 +224,26 @@ def overflowing(trainer: Trainer, samples: int, what: str) -> Pupil:
     return replace(sound, samples=[*sound.samples[:-1], broken])
 
 
+def assert_scores_are_finite(
+    trainer: Trainer, shared: dict[str, torch.Tensor], states: list[dict[str, np.ndarray]]
+) -> None:
+    """Whoever asks, with all of them in the pool."""
+    pool = {name: torch.from_numpy(np.stack([state[name] for state in states])) for name in trainer.learner.fields}
+    arms = torch.from_numpy(np.stack([make_sample(900 + number).features for number in range(4 * len(states))]))
+    query = Query(
+        arms=arms,
+        slates=Slates([4] * len(states)),
+        own=pool,
+        own_row=torch.arange(len(states)),
+        own_events=torch.ones(len(states), dtype=torch.int64),
+    )
+    with torch.inference_mode():
+        scores = trainer.learner.score(shared, pool, query)
+    assert scores.mean.isfinite().all()
+    assert scores.bonus.isfinite().all()
+    assert scores.mean.abs().max() < 100
+
+
 @WIDTHS
 class TestTheDefaultLearner:
     """It is fitted in numpy, which warns of numbers that leave their range and refuses matrices without an inverse."""
@@ -273,6 +295,36 @@ class TestTheDefaultLearner:
             for one, other in zip(others, expected, strict=True):
                 for name, array in one.items():
                     np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+    @pytest.mark.parametrize("reward", [1e12, 1e24, 1e37], ids=lambda reward: f"{reward:g}")
+    def test_who_is_finite_and_absurd_is_put_back_alone(self, changes: dict[str, Any], reward: float) -> None:
+        """Their numbers would overflow once arms are judged with them, and in the judgements of others too."""
+        trainer = default_trainer(changes)
+        shared, people = grouped(trainer), logged_people(trainer)
+        sound = logged_pupil(trainer, "absurd", 5, first=60)
+        absurd = replace(sound, samples=[*sound.samples[:-1], replace(sound.samples[-1], reward=reward)])
+        fitted = trainer.fit(shared, [*people[:2], absurd, *people[2:]])
+        assert fitted.quarantined == ("absurd",)
+        newborn = trainer.learner.newborn(shared)
+        for name, array in fitted.states[2].items():
+            np.testing.assert_array_equal(array, newborn[name].numpy(), err_msg=name)
+        others = [*fitted.states[:2], *fitted.states[3:]]
+        for one, other in zip(others, trainer.fit(shared, people).states, strict=True):
+            for name, array in one.items():
+                np.testing.assert_array_equal(array, other[name], err_msg=name)
+        assert_scores_are_finite(trainer, shared, fitted.states)
+
+    def test_large_and_sensible_states_are_kept(self, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """However large its numbers look, a learner that makes sense of arms is left alone."""
+        trainer = default_trainer(changes)
+        shared, people = grouped(trainer), logged_people(trainer)
+        expected = trainer.fit(shared, people)
+        monkeypatch.setattr(trainer_module, "LARGE_STATE", -1.0)  # everyone has to show it
+        fitted = trainer.fit(shared, people)
+        assert fitted.quarantined == ()
+        for one, other in zip(fitted.states, expected.states, strict=True):
+            for name, array in one.items():
+                np.testing.assert_array_equal(array, other[name], err_msg=name)
 
     def test_everyone_may_overflow(self, changes: dict[str, Any]) -> None:
         trainer = default_trainer(changes)

@@ -1,0 +1,143 @@
+"""`metaban dead-letters …`: events that were given up on, to be looked at, put back or thrown away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from service.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from store.dead_letters import DeadLetter
+    from store.events import EventStream
+
+#: Exit status of a command that was asked for something impossible, as typer has it for wrong options.
+WRONG_USE: Final = 2
+
+letters_app = typer.Typer(
+    help="Events that no learner could take: list them, have them learned again, or throw them away. Needs REDIS_URL; "
+    "a service with a private Valkey has the same at /admin/dead-letters.",
+    no_args_is_help=True,
+)
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+Result = TypeVar("Result")
+
+Partition = Annotated[int, typer.Argument(min=0, help="As listed.")]
+LetterId = Annotated[str, typer.Argument(help="As listed.")]
+
+
+@letters_app.command("list")
+def list_letters(
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Letters shown.")] = 50,
+    cursor: Annotated[str | None, typer.Option(help="Go on where another list ended.")] = None,
+    oldest: Annotated[bool, typer.Option("--oldest", help="The oldest first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Show the letters of all partitions, the newest first."""
+    try:
+        page = _with_stream(lambda stream: stream.dead_letters(limit=limit, cursor=cursor, newest_first=not oldest))
+    except ValueError as error:
+        _fail(str(error), status=WRONG_USE)
+    table = Table("partition", "letter", "user", "decision", "arm", "reward", "reason", box=None, pad_edge=False)
+    for letter in page.letters:
+        row = _row(letter)
+        if as_json:
+            stdout.print(json.dumps(row), markup=False)
+        else:
+            table.add_row(*(escape("" if value is None else str(value)) for value in row.values()))
+    if not as_json:
+        stdout.print(table if page.letters else "no dead letters", soft_wrap=False)
+    if page.cursor is not None:
+        stderr.print(f"there are more: --cursor {page.cursor}", markup=False)
+
+
+@letters_app.command()
+def replay(
+    partition: Annotated[int | None, typer.Argument(min=0, help="As listed.")] = None,
+    letter_id: Annotated[str | None, typer.Argument(help="As listed.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All letters there are now.")] = False,
+) -> None:
+    """Have a letter learned again, or all of them; each counts once, however often this is called."""
+    if everything and partition is None:
+        counts = _with_stream(lambda stream: stream.replay_everything())
+        stdout.print(f"replayed {counts['replayed']}, refused {counts['refused']}")
+    elif not everything and partition is not None and letter_id is not None:
+        answer = _with_stream(lambda stream: stream.replay(partition, letter_id))
+        if answer.status != "replayed":
+            _fail(f"not replayed: {answer.detail}")
+        stdout.print(f"replayed as {answer.detail}", markup=False)
+    else:
+        _fail("name a partition and a letter, or --all", status=WRONG_USE)
+
+
+@letters_app.command()
+def discard(partition: Partition, letter_id: LetterId) -> None:
+    """Delete a letter for good: its reward is not learned."""
+    if not _with_stream(lambda stream: stream.discard(partition, letter_id)):
+        _fail("no such letter")
+    stdout.print("discarded")
+
+
+def _with_stream(work: Callable[[EventStream], Awaitable[Result]]) -> Result:
+    """Do something with the event streams of the namespace that the settings name."""
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        _fail(f"these settings cannot be used\n{error}", status=WRONG_USE)
+    if settings.redis_url is None:
+        _fail(
+            "set REDIS_URL to the store of the namespace; for a service with a private Valkey use its "
+            "/admin/dead-letters"
+        )
+    from store.errors import StoreError
+
+    try:
+        return asyncio.run(_work(settings, settings.redis_url, work))
+    except StoreError as error:
+        _fail(str(error))
+
+
+async def _work(settings: Settings, url: str, work: Callable[[EventStream], Awaitable[Result]]) -> Result:
+    from store.connection import connect
+    from store.errors import StoreError
+    from store.events import EventStream
+    from store.namespaces import Namespaces
+
+    redis = connect(url)
+    try:
+        record = await Namespaces(redis).load(settings.namespace)
+        if record is None:
+            raise StoreError(f"there is no namespace {settings.namespace} in this store: see METABAN_NAMESPACE")
+        return await work(
+            EventStream(
+                redis, record.keys, dedupe_window_s=settings.dedupe_window_s, backlog_limit=settings.backlog_limit
+            )
+        )
+    finally:
+        await redis.aclose()
+
+
+def _row(letter: DeadLetter) -> dict[str, str | int | float | None]:
+    event = letter.event
+    return {
+        "partition": letter.partition,
+        "letter_id": letter.letter_id,
+        "user_id": event and event.user_id,
+        "decision_id": event and event.decision_id,
+        "arm_id": event and event.arm_id,
+        "reward": event and event.reward,
+        "reason": letter.reason,
+    }
+
+
+def _fail(message: str, *, status: int = 1) -> NoReturn:
+    stderr.print(f"[red]error[/] {escape(message)}")
+    raise typer.Exit(status)

@@ -1,0 +1,86 @@
+"""One reward, as it travels from the service to a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import numpy as np
+
+from store.codec import FLOAT32, Sample, nothing_noted
+from store.errors import CorruptRecord
+
+EVENT_FORMAT: Final = b"1"
+INT64_MAX: Final = 2**63 - 1
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardEvent:
+    """One reward, with all that is needed to learn from it."""
+
+    event_id: str
+    decision_id: str
+    user_id: str
+    arm_id: str
+    features: np.ndarray  # float32 [d]: the raw assembled input of the chosen arm
+    reward: float
+    propensity: float
+    epoch: int  # of the model that decided
+    decided_ms: int
+    received_ms: int
+    phi: np.ndarray = field(default_factory=nothing_noted)  # float32 [q]: noted by the learner at decision time
+    incarnation: int = 0  # of the user when it was decided: the reward counts for no other
+
+    def encode(self) -> dict[bytes, bytes]:
+        """The fields of a stream entry."""
+        return {
+            b"f": EVENT_FORMAT,
+            b"id": self.event_id.encode(),
+            b"d": self.decision_id.encode(),
+            b"u": self.user_id.encode(),
+            b"a": self.arm_id.encode(),
+            b"x": np.ascontiguousarray(self.features, dtype=FLOAT32).tobytes(),
+            b"h": np.ascontiguousarray(self.phi, dtype=FLOAT32).tobytes(),
+            b"r": repr(float(self.reward)).encode(),
+            b"p": repr(float(self.propensity)).encode(),
+            b"m": str(int(self.epoch)).encode(),
+            b"t0": str(int(self.decided_ms)).encode(),
+            b"t1": str(int(self.received_ms)).encode(),
+            b"i": str(int(self.incarnation)).encode(),
+        }
+
+    @staticmethod
+    def decode(fields: Mapping[bytes, bytes]) -> RewardEvent:
+        """The event of a stream entry; fields of others beside ours are ignored."""
+        try:
+            if fields[b"f"] != EVENT_FORMAT:
+                raise CorruptRecord(f"an event has the unknown format {fields[b'f']!r}")
+            event = RewardEvent(
+                event_id=fields[b"id"].decode(),
+                decision_id=fields[b"d"].decode(),
+                user_id=fields[b"u"].decode(),
+                arm_id=fields[b"a"].decode(),
+                features=np.frombuffer(fields[b"x"], dtype=FLOAT32).copy(),
+                reward=float(fields[b"r"]),
+                propensity=float(fields[b"p"]),
+                epoch=int(fields[b"m"]),
+                decided_ms=int(fields[b"t0"]),
+                received_ms=int(fields[b"t1"]),
+                phi=np.frombuffer(fields[b"h"], dtype=FLOAT32).copy(),
+                incarnation=int(fields.get(b"i", b"0")),
+            )
+        except (KeyError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+            raise CorruptRecord(f"not a reward event: {error!r}") from error
+        whole = (event.epoch, event.decided_ms, event.received_ms, event.incarnation)
+        if not all(abs(number) <= INT64_MAX for number in whole):
+            raise CorruptRecord("a number of a reward event is out of range")
+        numbers = np.concatenate([[event.reward, event.propensity], event.features, event.phi])
+        if not np.isfinite(numbers).all():
+            raise CorruptRecord("a reward event is not finite")
+        return event
+
+    def sample(self) -> Sample:
+        """What the log of the user keeps."""
+        return Sample(self.features, self.reward, self.propensity, self.epoch, self.received_ms, self.arm_id, self.phi)

@@ -1,0 +1,28 @@
+-- Forget a user: no state, no samples, and a tombstone under the next incarnation.
+-- KEYS  marker, counters, update_log, versions, user, samples
+-- ARGV  store epoch, log cap, user id
+-- Reply {'store-epoch'} | {'ok', incarnation}
+local marker, counters, update_log, versions = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local user, samples, user_id = KEYS[5], KEYS[6], ARGV[3]
+
+if redis.call('GET', marker) ~= ARGV[1] then
+  return {'store-epoch'}
+end
+local stored = redis.call('HGET', versions, user_id) or '0:0'
+local before, version = string.match(stored, '^(%d+):(%d+)$')
+if not before then
+  return redis.error_reply('the version of the user is damaged: ' .. stored)
+end
+local incarnation = string.format('%.0f', tonumber(before) + 1)
+local applied = redis.call('HGET', counters, 'applied') or '0'
+redis.call('XLEN', update_log)
+
+-- First write: it fails, with nothing written, when `forgotten` is no number or memory is full.
+redis.call('HINCRBY', counters, 'forgotten', version)
+redis.call('HSET', versions, user_id, incarnation .. ':0')
+-- Whatever was stored under these names, of whatever type, is gone.
+redis.call('DEL', user, samples)
+redis.call('HSET', user, 'incarnation', incarnation, 'version', '0')
+redis.call('XADD', update_log, 'MAXLEN', '~', ARGV[2], '*',
+  'u', user_id, 'i', incarnation, 'v', '0', 'e', '', 't', applied)
+return {'ok', incarnation}

@@ -1,0 +1,282 @@
+"""/admin/users, /admin/dead-letters and `metaban dead-letters`, with everything behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+from typer.testing import CliRunner
+
+from service.app import create_app
+from service.auth import FreshKey
+from service.cli import app as command_line
+from service.engine import Engine
+from service.metrics import Metrics
+from service.settings import Settings
+from store.events import EventStream
+from store.keys import NamespaceKeys
+from tests.service.test_engine import settings, worker_running
+from tests.worker.workshop import soon
+
+ARMS = [{"id": f"arm {n}", "features": [float(n), 1.0, -float(n)]} for n in range(3)]
+KEYS = NamespaceKeys("shop", 2)
+
+
+@pytest.fixture
+async def http(redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app around a real engine."""
+    monkeypatch.setattr("service.replica.TAIL_BLOCK_MS", 100)
+    chosen: Settings = settings()
+    metrics = Metrics()
+    app = create_app(chosen, Engine.from_settings(chosen, valkey_url, metrics), metrics)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,
+    ):
+        yield client
+
+
+async def decide(http: httpx.AsyncClient, user: str, decision: str) -> None:
+    answer = await http.post("/recommend", json={"user_id": user, "arms": ARMS, "decision_id": decision})
+    assert answer.status_code == 200, answer.text
+
+
+async def bury_all(client: Redis) -> None:
+    """Give up on every event that waits."""
+    stream = EventStream(client, KEYS, dedupe_window_s=60, backlog_limit=100)
+    for partition in range(KEYS.partitions):
+        for delivery in await stream.read(partition, "one", count=99, block_ms=0):
+            await stream.bury(delivery, "one", "hopeless [b]markup[/b]")
+
+
+class TestUsers:
+    async def test_from_never_seen_to_forgotten_to_back(self, http: httpx.AsyncClient, valkey_url: str) -> None:
+        path = "/admin/users/of%2Fcorridor%207%3F"
+        user = "of/corridor 7?"
+        assert (await http.get(path)).status_code == 404
+        await decide(http, user, "d1")
+        await decide(http, user, "d2")
+        assert (await http.get(path)).json()["type"] == "/problems/not-found"
+        async with worker_running(valkey_url):
+            for decision in ("d1",):
+                told = await http.post("/feedback?wait=applied", json={"decision_id": decision, "reward": 1})
+                assert told.json() == {"accepted": 1, "duplicates": 0, "rejected": [], "applied": True}
+            known = (await http.get(path)).json()
+            assert known == {
+                "user_id": user,
+                "incarnation": 0,
+                "version": 1,
+                "epoch": 0,
+                "samples": 1,
+                "resident": True,
+                "forgotten": False,
+            }
+            forgotten = await http.delete(path)
+            assert (forgotten.status_code, forgotten.json()) == (200, {"user_id": user, "incarnation": 1})
+            gone = (await http.get(path)).json()
+            assert gone == known | {
+                "incarnation": 1,
+                "version": 0,
+                "epoch": None,
+                "samples": 0,
+                "resident": False,
+                "forgotten": True,
+            }
+            alone = await http.post("/feedback", json={"decision_id": "d2", "reward": 1})
+            assert (alone.status_code, alone.json()["type"]) == (409, "/problems/user-reset")
+            assert alone.json()["errors"][0]["field"] == "decision_id"
+            batch = await http.post(
+                "/feedback", json={"events": [{"decision_id": "d1", "reward": 1}, {"decision_id": "d2", "reward": 1}]}
+            )
+            assert (batch.status_code, batch.json()["duplicates"]) == (202, 1)
+            assert [(each["index"], each["code"]) for each in batch.json()["rejected"]] == [(1, "user-reset")]
+            await decide(http, user, "d3")
+            await http.post("/feedback?wait=applied", json={"decision_id": "d3", "reward": 1})
+            back = (await http.get(path)).json()
+            assert (back["incarnation"], back["version"], back["forgotten"]) == (1, 1, False)
+
+    @pytest.mark.parametrize("path", ["/admin/users/", "/admin/users/a%00b", "/admin/users/" + "x" * 257])
+    async def test_ids_that_no_user_can_have(self, http: httpx.AsyncClient, path: str) -> None:
+        for method in ("GET", "DELETE"):
+            answer = await http.request(method, path)
+            assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "user_id")
+
+    async def test_the_dead_letters_go_too(self, http: httpx.AsyncClient, client: Redis) -> None:
+        for user in ("u", "v"):
+            await decide(http, user, f"of {user}".replace(" ", "-"))
+            await http.post("/feedback", json={"decision_id": f"of-{user}", "reward": 1})
+        await bury_all(client)
+        await http.delete("/admin/users/u")
+        left = (await http.get("/admin/dead-letters")).json()["letters"]
+        assert [letter["event"]["user_id"] for letter in left] == ["v"]
+
+
+class TestDeadLetters:
+    @pytest.fixture
+    async def letters(self, http: httpx.AsyncClient, client: Redis) -> list[dict[str, object]]:
+        for number in range(5):
+            await decide(http, f"user {number}", f"d{number}")
+            await http.post("/feedback", json={"decision_id": f"d{number}", "reward": 0.5})
+        await bury_all(client)
+        found: list[dict[str, object]] = (await http.get("/admin/dead-letters")).json()["letters"]
+        return found
+
+    async def test_pages(self, http: httpx.AsyncClient, letters: list[dict[str, object]]) -> None:
+        assert len(letters) == 5
+        assert letters[0]["reason"] == "hopeless [b]markup[/b]"
+        found: list[dict[str, object]] = []
+        query: dict[str, str] = {"limit": "2", "order": "oldest"}
+        while True:
+            page = (await http.get("/admin/dead-letters", params=query)).json()
+            found += page["letters"]
+            if page["cursor"] is None:
+                break
+            query["cursor"] = page["cursor"]
+        assert found == letters[::-1]
+        for wrong in ({"cursor": "x"}, {"limit": "0"}, {"limit": "1000"}, {"order": "random"}):
+            answer = await http.get("/admin/dead-letters", params=wrong)
+            assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, next(iter(wrong)))
+
+    async def test_one_is_learned_after_all(
+        self, http: httpx.AsyncClient, letters: list[dict[str, object]], valkey_url: str
+    ) -> None:
+        chosen = letters[2]
+        path = f"/admin/dead-letters/{chosen['partition']}/{chosen['letter_id']}"
+        assert (await http.post(f"{path}/replay")).status_code == 200
+        again = await http.post(f"{path}/replay")
+        assert (again.status_code, again.json()["type"]) == (404, "/problems/not-found")
+        assert (await http.delete(path)).status_code == 404
+        event = chosen["event"]
+        assert isinstance(event, dict)
+        async with worker_running(valkey_url):
+            told = await http.post("/feedback?wait=applied", json={"decision_id": event["decision_id"], "reward": 0.5})
+            assert (told.json()["duplicates"], told.json()["applied"]) == (1, True)
+        assert (await http.get(f"/admin/users/{event['user_id']}")).json()["version"] == 1
+        assert len((await http.get("/admin/dead-letters")).json()["letters"]) == 4
+        metrics = (await http.get("/metrics")).text
+        for line in ('state="buried"} 5.0', 'state="replayed"} 1.0', 'state="applied"} 1.0', 'state="voided"} 0.0'):
+            assert line in metrics
+
+    async def test_all_of_them(
+        self, http: httpx.AsyncClient, letters: list[dict[str, object]], client: Redis, valkey_url: str
+    ) -> None:
+        poison = (await client.xadd(KEYS.dead_letters(0), {"dead_reason": "poison"})).decode()
+        answer = await http.post("/admin/dead-letters/replay")
+        assert (answer.status_code, answer.json()) == (200, {"replayed": 5, "refused": 1})
+        refused = await http.post(f"/admin/dead-letters/0/{poison}/replay")
+        assert (refused.status_code, refused.json()["type"]) == (409, "/problems/not-replayable")
+        assert (await http.delete(f"/admin/dead-letters/0/{poison}")).json() == {"discarded": True}
+        assert (await http.get("/admin/dead-letters")).json() == {"letters": [], "cursor": None}
+        stream = EventStream(client, KEYS, dedupe_window_s=60, backlog_limit=100)
+        async with worker_running(valkey_url):
+
+            async def drained() -> bool:
+                return await stream.backlog() == 0
+
+            await soon(drained)
+
+    @pytest.mark.parametrize("name", ["99/1-1", "0/1-1", "0/junk", f"0/{2**64}-0"])
+    async def test_letters_that_do_not_exist(self, http: httpx.AsyncClient, name: str) -> None:
+        assert (await http.post(f"/admin/dead-letters/{name}/replay")).status_code == 404
+        assert (await http.delete(f"/admin/dead-letters/{name}")).status_code == 404
+
+    async def test_a_full_backlog(self, client: Redis, redis: Redis, valkey_url: str) -> None:
+        chosen = settings(backlog_limit=1)
+        app = create_app(chosen, Engine.from_settings(chosen, valkey_url, Metrics()))
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,
+        ):
+            for decision in ("d1", "d2"):
+                await decide(http, "u", decision)
+                await http.post("/feedback", json={"decision_id": decision, "reward": 1})
+                if decision == "d1":
+                    await bury_all(client)
+            answer = await http.post("/admin/dead-letters/replay")
+            assert (answer.status_code, answer.json()["type"]) == (503, "/problems/overloaded")
+            assert int(answer.headers["retry-after"]) > 0
+            assert len((await http.get("/admin/dead-letters")).json()["letters"]) == 1
+
+
+CALLS = [
+    ("GET", "/admin/users/u"),
+    ("DELETE", "/admin/users/u"),
+    ("GET", "/admin/dead-letters"),
+    ("POST", "/admin/dead-letters/replay"),
+    ("POST", "/admin/dead-letters/0/1-1/replay"),
+    ("DELETE", "/admin/dead-letters/0/1-1"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CALLS)
+async def test_only_admins(redis: Redis, valkey_url: str, method: str, path: str) -> None:
+    client_key, admin_key = FreshKey.generate(), FreshKey.generate()
+    chosen = settings(client_keys={client_key.digest}, admin_keys={admin_key.digest})
+    app = create_app(chosen, Engine.from_settings(chosen, valkey_url, Metrics()))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,
+    ):
+        statuses = [
+            (await http.request(method, path, headers=headers)).status_code
+            for headers in ({}, {"X-API-Key": client_key.key}, {"X-API-Key": admin_key.key})
+        ]
+    assert statuses[:2] == [401, 403]
+    assert statuses[2] in {200, 404}
+
+
+class TestCommands:
+    @pytest.fixture(autouse=True)
+    async def letters(
+        self, http: httpx.AsyncClient, client: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for number in range(3):
+            await decide(http, f"user {number}", f"d{number}")
+            await http.post("/feedback", json={"decision_id": f"d{number}", "reward": 0.5})
+        await bury_all(client)
+        monkeypatch.setenv("REDIS_URL", valkey_url)
+        monkeypatch.setenv("METABAN_NAMESPACE", "shop")
+
+    async def run(self, *words: str, code: int = 0) -> str:
+        """What the command says; it has a loop of its own, so a thread of its own too."""
+        environment = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+        result = await asyncio.to_thread(CliRunner().invoke, command_line, ["dead-letters", *words], env=environment)
+        assert result.exit_code == code, result.output
+        return str(result.output)
+
+    async def listed(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in (await self.run("list", "--json")).splitlines()]
+
+    async def test_list_replay_discard(self, client: Redis) -> None:
+        said = await self.run("list")
+        assert "hopeless [b]markup[/b]" in said
+        assert all(f"user {number}" in said for number in range(3))
+        assert "there are more: --cursor" in await self.run("list", "--limit", "1", "--oldest")
+        first, second, _ = await self.listed()
+        name = [str(first["partition"]), str(first["letter_id"])]
+        assert "replayed as" in await self.run("replay", *name)
+        assert "no such letter" in await self.run("replay", *name, code=1)
+        assert "no such letter" in await self.run("discard", *name, code=1)
+        assert "discarded" in await self.run("discard", str(second["partition"]), str(second["letter_id"]))
+        assert "replayed 1, refused 0" in await self.run("replay", "--all")
+        assert "no dead letters" in await self.run("list")
+        assert await EventStream(client, KEYS, dedupe_window_s=60, backlog_limit=9).backlog() == 2
+
+    async def test_wrong_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "cursor" in await self.run("list", "--cursor", "x", code=2)
+        assert "--all" in await self.run("replay", code=2)
+        assert "--all" in await self.run("replay", "0", code=2)
+        assert "--all" in await self.run("replay", "0", "1-1", "--all", code=2)
+        monkeypatch.setenv("METABAN_NAMESPACE", "another")
+        assert "there is no namespace another" in await self.run("list", code=1)
+        monkeypatch.setenv("METABAN_EPSILON", "7")
+        assert "METABAN_EPSILON" in await self.run("list", code=2)
+        monkeypatch.delenv("METABAN_EPSILON")
+        monkeypatch.delenv("REDIS_URL")
+        assert "set REDIS_URL" in await self.run("list", code=1)
+        monkeypatch.setenv("REDIS_URL", "unix:///nowhere/at-all.sock")
+        assert "does not answer" in await self.run("list", code=1)

@@ -1,0 +1,229 @@
+"""Dead letters: listed in order, put back at most once each, thrown away when nobody wants them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from store import dead_letters as module
+from store.dead_letters import DeadLetter
+from store.errors import BacklogFull, StoreError, StoreReset
+from store.events import EventStream
+from store.keys import NamespaceKeys
+from store.rewards import RewardEvent
+from store.users import UserStore, UserUpdate
+from tests.store.conftest import MakeEvent, Picture
+
+
+async def bury(stream: EventStream, events: list[RewardEvent]) -> list[str]:
+    """Have events buried; the entry ids they had."""
+    answers = await stream.enqueue(events)
+    for partition in sorted({answer.partition for answer in answers}):
+        for delivery in await stream.read(partition, "one", count=999, block_ms=0):
+            await stream.bury(delivery, "one", "hopeless")
+    return [answer.entry_id for answer in answers]
+
+
+async def all_letters(stream: EventStream, *, limit: int = 100, newest_first: bool = True) -> list[DeadLetter]:
+    """Every letter, page by page."""
+    found: list[DeadLetter] = []
+    cursor = None
+    while True:
+        page = await stream.dead_letters(limit=limit, cursor=cursor, newest_first=newest_first)
+        assert len(page.letters) <= limit
+        found += page.letters
+        cursor = page.cursor
+        if cursor is None:
+            return found
+
+
+def names(letters: list[DeadLetter]) -> list[str]:
+    return [letter.event.event_id if letter.event else "" for letter in letters]
+
+
+@pytest.fixture
+async def letter(stream: EventStream, make_event: MakeEvent, neighbours: list[str]) -> DeadLetter:
+    """One that can be replayed."""
+    await stream.enqueue([make_event(neighbours[0], "a", reward=0.7)])
+    [delivery] = await stream.read(0, "one", count=9, block_ms=0)
+    await stream.count_attempt(delivery)
+    await stream.bury(delivery, "one", "hopeless")
+    [letter] = await all_letters(stream)
+    return letter
+
+
+class TestListing:
+    @pytest.mark.parametrize("limit", [1, 3, 7, 100])
+    async def test_all_partitions_in_order(self, stream: EventStream, make_event: MakeEvent, limit: int):
+        for n in range(20):
+            await bury(stream, [make_event(f"user {n}", f"{n}")])
+        oldest = names(await all_letters(stream, limit=limit, newest_first=False))
+        newest = names(await all_letters(stream, limit=limit))
+        assert sorted(oldest, key=int) == [str(n) for n in range(20)]
+        assert newest == oldest[::-1]
+
+    async def test_letters_of_one_moment_in_several_partitions(self, redis: Redis, stream: EventStream, keys):
+        for partition in (0, 1):
+            for sequence in range(3):
+                await redis.xadd(keys.dead_letters(partition), {"dead_reason": "x"}, id=f"7-{sequence}")
+        for newest_first in (True, False):
+            found = await all_letters(stream, limit=1, newest_first=newest_first)
+            assert len({(letter.partition, letter.letter_id) for letter in found}) == len(found) == 6
+
+    async def test_what_one_says(self, letter: DeadLetter, neighbours: list[str]):
+        assert (letter.partition, letter.reason, letter.attempts) == (0, "hopeless", 1)
+        assert letter.event is not None
+        assert (letter.event.user_id, letter.event.reward) == (neighbours[0], 0.7)
+        assert letter.buried_ms > 0
+
+    async def test_foreign_ones_are_shown(self, redis: Redis, stream: EventStream, keys):
+        await redis.xadd(keys.dead_letters(1), {b"\xff": b"\x00", "dead_reason": b"\xff", "dead_attempts": "many"})
+        [letter] = await all_letters(stream)
+        assert (letter.event, letter.attempts, letter.reason) == (None, 0, "\ufffd")
+        assert letter.buried_ms == int(letter.letter_id.split("-")[0])
+
+    @pytest.mark.parametrize("cursor", ["", "1", "1-1", "1-1-x", "-1-1-1", f"{2**64}-0-0", "1-1-1\n", "٣-0-0"])
+    async def test_cursors_of_others(self, stream: EventStream, cursor: str):
+        with pytest.raises(ValueError, match="cursor"):
+            await stream.dead_letters(limit=1, cursor=cursor)
+
+    async def test_none(self, stream: EventStream):
+        page = await stream.dead_letters(limit=1)
+        assert (page.letters, page.cursor) == ((), None)
+
+
+class TestReplay:
+    async def test_it_is_a_fresh_event(
+        self, redis: Redis, stream: EventStream, users: UserStore, keys, letter: DeadLetter, make_event, neighbours
+    ):
+        answer = await stream.replay(0, letter.letter_id)
+        assert answer.status == "replayed"
+        assert await all_letters(stream) == []
+        [delivery] = await stream.read(0, "two", count=9, block_ms=0)
+        assert delivery.entry_id == answer.detail
+        assert delivery.deliveries == 1
+        assert delivery.event is not None
+        assert letter.event is not None
+        assert delivery.raw == letter.event.encode(), "nothing of its burial is left"
+        assert not await redis.exists(keys.attempts(0))
+        counters = await users.counters()
+        assert (counters["buried"], counters["replayed"], counters["enqueued"]) == (1, 1, 1)
+        # whoever sends it again is told of the entry that is waited for
+        [again] = await stream.enqueue([make_event(neighbours[0], "a")])
+        assert (again.status, again.entry_id) == ("duplicate", answer.detail)
+        assert await redis.pttl(keys.seen(neighbours[0], "a")) > 0
+
+    async def test_it_counts_once_however_often_it_is_replayed(
+        self, stream: EventStream, users: UserStore, letter: DeadLetter, make_state, neighbours
+    ):
+        answers = await asyncio.gather(*(stream.replay(0, letter.letter_id) for _ in range(20)))
+        assert sorted(answer.status for answer in answers) == ["replayed"] + ["unknown"] * 19
+        [delivery] = await stream.read(0, "two", count=9, block_ms=0)
+        update = UserUpdate(make_state(neighbours[0], 1), 0, 0, [], [delivery.entry_id])
+        assert await users.apply(0, "two", [delivery.entry_id], [update]) == 1
+        assert (await stream.replay(0, letter.letter_id)).status == "unknown"
+        assert await stream.backlog() == 0
+
+    async def test_buried_again_it_can_be_replayed_again(self, stream: EventStream, letter: DeadLetter):
+        await stream.replay(0, letter.letter_id)
+        [delivery] = await stream.read(0, "one", count=9, block_ms=0)
+        await stream.bury(delivery, "one", "still hopeless")
+        [again] = await all_letters(stream)
+        assert again.reason == "still hopeless"
+        assert await stream.buried(0, delivery.entry_id)
+        assert (await stream.replay(0, again.letter_id)).status == "replayed"
+
+    async def test_an_event_that_came_again_after_the_dedupe_window(
+        self, redis: Redis, stream: EventStream, keys, letter: DeadLetter, make_event, neighbours, picture: Picture
+    ):
+        await redis.delete(keys.seen(neighbours[0], "a"))
+        [accepted] = await stream.enqueue([make_event(neighbours[0], "a")])
+        assert accepted.status == "accepted"
+        before = await picture()
+        answer = await stream.replay(0, letter.letter_id)
+        assert (answer.status, accepted.entry_id in answer.detail) == ("refused", True)
+        assert await picture() == before
+
+    async def test_after_the_dedupe_window_it_is_known_again(
+        self, redis: Redis, stream: EventStream, keys, letter: DeadLetter, make_event, neighbours
+    ):
+        await redis.delete(keys.seen(neighbours[0], "a"))
+        assert (await stream.replay(0, letter.letter_id)).status == "replayed"
+        assert [a.status for a in await stream.enqueue([make_event(neighbours[0], "a")])] == ["duplicate"]
+
+    async def test_what_is_no_reward_event(self, redis: Redis, stream: EventStream, keys, make_event, picture):
+        poison = await redis.xadd(keys.dead_letters(0), {"dead_reason": "x", "u": "nobody"})
+        stranger = next(f"user {n}" for n in range(99) if keys.partition_of(f"user {n}") == 1)
+        astray = await redis.xadd(keys.dead_letters(0), make_event(stranger, "e").encode())
+        before = await picture()
+        for letter_id, reason in ((poison, "reward event"), (astray, "partition")):
+            answer = await stream.replay(0, letter_id.decode())
+            assert (answer.status, reason in answer.detail) == ("refused", True)
+        assert await stream.replay_everything() == {"replayed": 0, "refused": 2}
+        assert await picture() == before
+
+    @pytest.mark.parametrize(
+        ("partition", "letter_id"),
+        [(0, "1-1"), (1, "1-1"), (2, "1-1"), (-1, "1-1"), (0, ""), (0, "-"), (0, "+"), (0, "1"), (0, f"{2**64}-0")],
+    )
+    async def test_letters_that_do_not_exist(self, stream: EventStream, letter, partition: int, letter_id: str):
+        assert (await stream.replay(partition, letter_id)).status == "unknown"
+        assert not await stream.discard(partition, letter_id)
+        assert len(await all_letters(stream)) == 1
+
+    async def test_a_full_backlog(self, redis: Redis, keys, letter: DeadLetter, make_event, neighbours, picture):
+        stream = EventStream(redis, keys, dedupe_window_s=60, backlog_limit=1)
+        await stream.enqueue([make_event(neighbours[1], "b")])
+        before = await picture()
+        with pytest.raises(BacklogFull):
+            await stream.replay(0, letter.letter_id)
+        with pytest.raises(BacklogFull):
+            await stream.replay_everything()
+        assert await picture() == before
+
+    async def test_another_store(self, redis: Redis, stream: EventStream, keys, letter: DeadLetter, picture: Picture):
+        await redis.delete(keys.marker(0))
+        before = await picture()
+        with pytest.raises(StoreReset):
+            await stream.replay(0, letter.letter_id)
+        assert await picture() == before
+
+    @pytest.mark.parametrize("spoiled", ["counters", "events"])
+    async def test_a_key_of_another_type(self, redis, stream, keys, letter: DeadLetter, picture, spoiled: str):
+        await redis.delete(getattr(keys, spoiled)(0))
+        await redis.set(getattr(keys, spoiled)(0), "spoiled")
+        before = await picture()
+        with pytest.raises(StoreError):
+            await stream.replay(0, letter.letter_id)
+        assert await picture() == before
+
+    async def test_all_of_them(
+        self, stream: EventStream, users: UserStore, make_event, keys: NamespaceKeys, redis: Redis, monkeypatch
+    ):
+        monkeypatch.setattr(module, "LETTERS_READ", 3)
+        await bury(stream, [make_event(f"user {n}", f"{n}") for n in range(20)])
+        for _ in range(4):
+            await redis.xadd(keys.dead_letters(0), {"dead_reason": "poison"})
+        assert await stream.replay_everything() == {"replayed": 20, "refused": 4}
+        assert await stream.replay_everything() == {"replayed": 0, "refused": 4}
+        assert await stream.backlog() == 20
+        counters = await users.counters()
+        assert (counters["enqueued"], counters["buried"], counters["replayed"]) == (20, 20, 20)
+
+
+async def test_discard(stream: EventStream, letter: DeadLetter):
+    assert await stream.discard(0, letter.letter_id)
+    assert not await stream.discard(0, letter.letter_id)
+    assert (await stream.replay(0, letter.letter_id)).status == "unknown"
+    assert await all_letters(stream) == []
+
+
+async def test_discard_of_one_user(stream: EventStream, make_event, neighbours: list[str], monkeypatch):
+    monkeypatch.setattr(module, "LETTERS_READ", 3)
+    one, two = neighbours[:2]
+    await bury(stream, [make_event(one if n % 3 else two, f"{n}") for n in range(12)])
+    assert await stream.discard_of(one) == 8
+    assert await stream.discard_of(one) == 0
+    assert {letter.event.user_id for letter in await all_letters(stream) if letter.event} == {two}
