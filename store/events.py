@@ -173,7 +173,8 @@ class EventStream:
 
     async def _heal_group(self, partition: int, error: StoreError) -> None:
         """Make the group anew if that is what `error` complains of; raise it otherwise."""
-        if refusal_code(error) != "NOGROUP":
+        # Without its stream, a group is missed in other words by the commands that only look.
+        if refusal_code(error) != "NOGROUP" and "no such key" not in str(error):
             raise error
         if not await command(self._redis, "EXISTS", self._keys.marker(partition)):
             raise StoreReset(f"partition {partition} of {self._keys.namespace} has lost its marker") from error
@@ -224,15 +225,17 @@ class EventStream:
         counts = await command(self._redis, "HMGET", self._keys.attempts(partition), *entry_ids)
         return [as_int(count, absent=0) for count in counts]
 
-    async def count_attempt(self, delivery: Delivery) -> int:
-        """Count an attempt made on this event alone; 0 when the event is gone."""
-        keys = [self._keys.events(delivery.partition), self._keys.attempts(delivery.partition)]
-        return as_int(await self._attempt.call(keys, [delivery.entry_id, 1]))
+    async def count_attempt(self, delivery: Delivery, consumer: str) -> int:
+        """Count an attempt made on this event alone; 0 when the event is gone or not this consumer's any more."""
+        return await self._add_attempts(delivery, consumer, 1)
 
-    async def forgive_attempt(self, delivery: Delivery) -> None:
+    async def forgive_attempt(self, delivery: Delivery, consumer: str) -> None:
         """Take back an attempt that failed for no fault of the event's."""
+        await self._add_attempts(delivery, consumer, -1)
+
+    async def _add_attempts(self, delivery: Delivery, consumer: str, number: int) -> int:
         keys = [self._keys.events(delivery.partition), self._keys.attempts(delivery.partition)]
-        await self._attempt.call(keys, [delivery.entry_id, -1])
+        return as_int(await self._attempt.call(keys, [LEARNERS, consumer, delivery.entry_id, number]))
 
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> None:
         """Move an event that is given up to the dead letters; FenceLost when it is not this consumer's."""

@@ -89,7 +89,7 @@ class Consumer:
 
     async def _take_over(self) -> None:
         if self._on_trial is not None:
-            await self._streams.forgive_attempt(self._on_trial)
+            await self._streams.forgive_attempt(self._on_trial, self._name)
             self._on_trial = None
         await self._try_alone(
             await self._streams.claim_stalled(
@@ -101,7 +101,7 @@ class Consumer:
         for delivery in deliveries:
             if self._stopping.is_set():
                 return
-            attempt = await self._streams.count_attempt(delivery)
+            attempt = await self._streams.count_attempt(delivery, self._name)
             if attempt > SOLO_ATTEMPTS_MAX:
                 await self._give_up(delivery)
             elif attempt:

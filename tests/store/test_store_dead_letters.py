@@ -48,7 +48,7 @@ async def letter(stream: EventStream, make_event: MakeEvent, neighbours: list[st
     """One that can be replayed."""
     await stream.enqueue([make_event(neighbours[0], "a", reward=0.7)])
     [delivery] = await stream.read(0, "one", count=9, block_ms=0)
-    await stream.count_attempt(delivery)
+    await stream.count_attempt(delivery, "one")
     await stream.bury(delivery, "one", "hopeless")
     [letter] = await all_letters(stream)
     return letter

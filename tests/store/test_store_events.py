@@ -195,7 +195,7 @@ async def test_consumers_are_forgotten_once_nothing_waits_for_them(stream: Event
     await stream.release_from(partition, ["one", "two", "nobody"])
     assert await stream.consumers(partition) == ["one"]
     assert await stream.attempts(partition, [delivery.entry_id, "1-1"]) == [0, 0]
-    await stream.count_attempt(delivery)
+    await stream.count_attempt(delivery, "one")
     assert await stream.attempts(partition, [delivery.entry_id, "1-1"]) == [1, 0]
     assert await stream.attempts(partition, []) == []
 
@@ -208,6 +208,8 @@ async def test_a_lost_group_has_no_consumers(redis: Redis, keys, stream: EventSt
 
 async def test_read_after_flushall(redis: Redis, stream: EventStream):
     await redis.flushall()
+    with pytest.raises(StoreReset):
+        await stream.consumers(0)
     with pytest.raises(StoreReset):
         await stream.read(0, "one", count=1, block_ms=0)
     assert await redis.dbsize() == 0
@@ -227,7 +229,9 @@ async def test_attempts_and_burial(redis: Redis, stream: EventStream, keys, make
     event = make_event(neighbours[0], "e")
     [answer] = await stream.enqueue([event])
     [delivery] = await stream.read(0, "one", count=9, block_ms=0)
-    assert [await stream.count_attempt(delivery) for _ in range(3)] == [1, 2, 3]
+    assert [await stream.count_attempt(delivery, "one") for _ in range(3)] == [1, 2, 3]
+    assert await stream.count_attempt(delivery, "two") == 0  # it is not theirs
+    assert await stream.attempts(0, [delivery.entry_id]) == [3]
     assert await stream.exists(0, answer.entry_id)
     await stream.bury(delivery, "one", "it never worked")
     assert not await stream.exists(0, answer.entry_id)
@@ -239,7 +243,7 @@ async def test_attempts_and_burial(redis: Redis, stream: EventStream, keys, make
     assert fields[b"dead_attempts"] == b"3"
     assert RewardEvent.decode(fields).encode() == event.encode()
     assert await redis.hget(keys.counters(0), "buried") == b"1"
-    assert await stream.count_attempt(delivery) == 0
+    assert await stream.count_attempt(delivery, "one") == 0
     assert not await redis.exists(keys.attempts(0))
     # still known: the client who sends it again is not heard twice
     assert [a.status for a in await stream.enqueue([event])] == ["duplicate"]

@@ -58,7 +58,7 @@ async def use_every_script(redis: Redis) -> None:
     await stream.enqueue(events)
     for partition in range(3):
         [buried, *rest] = await stream.read(partition, "one", count=99, block_ms=0)
-        await stream.count_attempt(buried)
+        await stream.count_attempt(buried, "one")
         await stream.bury(buried, "one", "test")
         [letter] = (await stream.dead_letters(limit=1)).letters
         assert (await stream.replay(partition, letter.letter_id)).status == "replayed"

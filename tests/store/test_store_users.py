@@ -35,7 +35,7 @@ def ids(deliveries: list[Delivery]) -> list[str]:
 
 async def test_apply(redis: Redis, stream, users: UserStore, keys, deliveries, make_state, neighbours):
     one, two = neighbours[:2]
-    await stream.count_attempt(deliveries[2])
+    await stream.count_attempt(deliveries[2], "one")
     updates = [
         update_of(make_state(one, 2, epoch=5), deliveries[:2]),
         update_of(make_state(two, 1), deliveries[2:]),

@@ -147,7 +147,7 @@ class TestTakingOver:
         """It may be what its readers die of: neighbours and new events come first."""
         monkeypatch.setattr(consumer_module, "STALLED_AFTER_MS", 60_000)
         suspect, _ = await shop.give([make_event("suspect", 1), make_event("a", 2)], "dead")
-        await shop.streams.count_attempt(suspect)
+        await shop.streams.count_attempt(suspect, "dead")
         async with at_work(shop, "c1"):
             await shop.streams.enqueue([make_event("b", 3)])
             await soon(lambda: only_one_is_left(shop))
@@ -156,7 +156,10 @@ class TestTakingOver:
             await soon(lambda: drained(shop))
         assert await shop.versions() == {"a": 1, "b": 1, "suspect": 1}
 
-    async def test_several_consumers_take_each_event_over_once(self, shop: Workshop) -> None:
+    async def test_several_consumers_take_each_event_over_once(
+        self, shop: Workshop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(consumer_module, "STALLED_AFTER_MS", 500)
         await shop.give([make_event(f"user {n % 3}", n) for n in range(40)], "dead")
         async with at_work(shop, "c1", "c2", "c3"):
             await soon(lambda: drained(shop))
