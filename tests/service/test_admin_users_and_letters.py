@@ -255,7 +255,9 @@ class TestCommands:
 
     async def test_list_replay_discard(self, client: Redis) -> None:
         said = await self.run("list")
-        assert "hopeless [b]markup[/b]" in said
+        # A narrow terminal breaks the line between the words.
+        assert "hopeless" in said
+        assert "[b]markup[/b]" in said
         assert all(f"user {number}" in said for number in range(3))
         assert "there are more: --cursor" in await self.run("list", "--limit", "1", "--oldest")
         first, second, _ = await self.listed()
