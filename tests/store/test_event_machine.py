@@ -1,4 +1,4 @@
-"""Every order of enqueue, delivery, crash, takeover, application and burial, against a ledger in plain Python."""
+"""Every order of enqueue, delivery, crash, takeover, application, burial, replay and forgetting, against a ledger."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from store.users import UserState, UserStore, UserUpdate
 USERS = ("ann", "bob", "cid")
 CONSUMERS = ("one", "two", "three")
 BACKLOG_LIMIT = 12
+INPUT = np.ones(1, np.float32)
 #: More than any run applies, so that every effect stays visible.
 SAMPLES_KEPT = 500
 Result = TypeVar("Result")
@@ -45,7 +46,10 @@ class EventPath(RuleBasedStateMachine):
         self.waiting: dict[str, tuple[str, str]] = {}
         self.owner: dict[str, str] = {}
         self.applied: dict[str, list[str]] = {user: [] for user in USERS}
-        self.buried: list[str] = []
+        self.incarnation = dict.fromkeys(USERS, 0)
+        self.incarnation_of: dict[tuple[str, str], int] = {}
+        self.buried: dict[str, tuple[str, str]] = {}
+        self.ever = dict.fromkeys(("applied", "voided", "buried", "replayed", "forgotten"), 0)
         #: What each consumer has in hand, as it remembers it: it may be long out of date.
         self.hands: dict[str, list[Delivery]] = {consumer: [] for consumer in CONSUMERS}
         #: Batches computed and not yet written: a stalled consumer's come late.
@@ -70,15 +74,35 @@ class EventPath(RuleBasedStateMachine):
         self.loop.close()
 
     @precondition(lambda self: len(self.waiting) < BACKLOG_LIMIT or not self.computed)
-    @rule(batch=st.lists(st.tuples(st.sampled_from(USERS), st.integers(0, 30)), min_size=1, max_size=4))
-    def enqueue(self, batch: list[tuple[str, int]]) -> None:
-        """New events and repeated ones, also twice in one batch; refused as a whole when there is no room."""
+    @rule(
+        batch=st.lists(st.tuples(st.sampled_from(USERS), st.integers(0, 30)), min_size=1, max_size=4),
+        late=st.integers(0, 3),
+    )
+    def enqueue(self, batch: list[tuple[str, int]], late: int) -> None:
+        """New events and repeated ones, also twice in one batch; refused as a whole when there is no room.
+
+        `late`: decided an incarnation ago, if there was one.
+        """
         ids = [(user, f"e{number}") for user, number in batch]
+        decided = {user: max(0, self.incarnation[user] - (late == 0)) for user in USERS}
         events = [
-            RewardEvent(event, "d", user, f"{user}/{event}", np.ones(1, np.float32), 0.5, 1.0, 0, 0, 0)
+            RewardEvent(
+                event,
+                "d",
+                user,
+                f"{user}/{event}",
+                np.ones(1, np.float32),
+                0.5,
+                1.0,
+                0,
+                0,
+                0,
+                incarnation=decided[user],
+            )
             for user, event in ids
         ]
-        fresh = {each for each in ids if each not in self.entry_of}
+        stale = {user for user in USERS if decided[user] < self.incarnation[user]}
+        fresh = {each for each in ids if each not in self.entry_of and each[0] not in stale}
         try:
             answers = self.run(self.stream.enqueue(events))
         except BacklogFull:
@@ -89,7 +113,10 @@ class EventPath(RuleBasedStateMachine):
         for each, answer in zip(ids, answers, strict=True):
             if each in self.entry_of:
                 assert (answer.status, answer.entry_id) == ("duplicate", self.entry_of[each])
+            elif each[0] in stale:
+                assert answer.status == "void"
             else:
+                self.incarnation_of[each] = decided[each[0]]
                 assert answer.status == "accepted"
                 self.entry_of[each] = answer.entry_id
                 self.waiting[answer.entry_id] = each
@@ -147,18 +174,23 @@ class EventPath(RuleBasedStateMachine):
         return busy[place % len(busy)]
 
     async def _updates(self, held: list[Delivery]) -> list[UserUpdate]:
+        states = await self.users.load(USERS)
+        standing = {
+            user: (states[user].incarnation, states[user].version) if user in states else (0, 0) for user in USERS
+        }
         events: dict[str, list[tuple[str, RewardEvent]]] = {}
         for delivery in held:
-            assert delivery.event is not None
-            events.setdefault(delivery.event.user_id, []).append((delivery.entry_id, delivery.event))
-        states = await self.users.load(events)
+            event = delivery.event
+            assert event is not None
+            if event.incarnation == standing[event.user_id][0]:
+                events.setdefault(event.user_id, []).append((delivery.entry_id, event))
         updates = []
         for user, theirs in events.items():
-            version = states[user].version if user in states else 0
-            state = UserState(user, 0, version + len(theirs), 0, {"n": np.array([version + len(theirs)])})
-            updates.append(
-                UserUpdate(state, version, 0, [event.sample() for _, event in theirs], [entry for entry, _ in theirs])
-            )
+            incarnation, version = standing[user]
+            tensors = {"n": np.array([version + len(theirs)])}
+            state = UserState(user, incarnation, version + len(theirs), 0, tensors)
+            samples, entries = [event.sample() for _, event in theirs], [entry for entry, _ in theirs]
+            updates.append(UserUpdate(state, version, incarnation, samples, entries))
         return updates
 
     @precondition(lambda self: self.computed)
@@ -169,7 +201,11 @@ class EventPath(RuleBasedStateMachine):
         consumer, held, updates = self.computed[at] if keep else self.computed.pop(at)
         ids = [delivery.entry_id for delivery in held]
         mine = all(self.owner.get(entry) == consumer for entry in ids)
-        current = all(update.expected_version == len(self.applied[update.state.user_id]) for update in updates)
+        current = all(
+            (update.expected_incarnation, update.expected_version)
+            == (self.incarnation[update.state.user_id], len(self.applied[update.state.user_id]))
+            for update in updates
+        )
         refused: str | None = None
         try:
             self.run(self.users.apply(0, consumer, ids, updates))
@@ -179,9 +215,13 @@ class EventPath(RuleBasedStateMachine):
         if refused:
             return
         for entry in ids:
-            user, event = self.waiting.pop(entry)
+            each = self.waiting.pop(entry)
             del self.owner[entry]
-            self.applied[user].append(f"{user}/{event}")
+            if self.incarnation_of[each] == self.incarnation[each[0]]:
+                self.applied[each[0]].append("/".join(each))
+                self.ever["applied"] += 1
+            else:
+                self.ever["voided"] += 1
 
     @precondition(lambda self: any(self.hands.values()))
     @rule(place=st.integers(0, 2))
@@ -195,8 +235,37 @@ class EventPath(RuleBasedStateMachine):
             assert self.owner.get(delivery.entry_id) != consumer
             return
         assert self.owner.pop(delivery.entry_id) == consumer
-        del self.waiting[delivery.entry_id]
-        self.buried.append(delivery.entry_id)
+        self.buried[delivery.entry_id] = self.waiting.pop(delivery.entry_id)
+        self.ever["buried"] += 1
+
+    @precondition(lambda self: self.buried)
+    @rule(place=st.integers(0, 9), again=st.booleans())
+    def replay(self, place: int, again: bool) -> None:
+        """Put a dead letter back; a second time there is none."""
+        letters = {letter.entry_id: letter for letter in self.run(self.stream.dead_letters(limit=99)).letters}
+        assert letters.keys() == self.buried.keys()
+        letter = letters[list(self.buried)[place % len(self.buried)]]
+        try:
+            outcome = self.run(self.stream.replay(0, letter.letter_id))
+        except BacklogFull:
+            assert len(self.waiting) == BACKLOG_LIMIT
+            return
+        assert outcome.status == "replayed"
+        each = self.buried.pop(letter.entry_id)
+        self.waiting[outcome.detail] = each
+        self.entry_of[each] = outcome.detail
+        self.ever["replayed"] += 1
+        if again:
+            assert self.run(self.stream.replay(0, letter.letter_id)).status == "unknown"
+
+    @precondition(lambda self: self.ever["applied"])
+    @rule(user=st.sampled_from(USERS))
+    def forget(self, user: str) -> None:
+        """What was learned of a user is gone, and so is every effect of what was decided until now."""
+        self.incarnation[user] += 1
+        assert self.run(self.users.forget(user)) == self.incarnation[user]
+        self.ever["forgotten"] += len(self.applied[user])
+        self.applied[user] = []
 
     @precondition(lambda self: self.computed)
     @rule()
@@ -214,16 +283,16 @@ class EventPath(RuleBasedStateMachine):
     async def _agrees(self) -> None:
         effects = {user: [sample.arm_id for sample in samples] for user, samples in (await self._samples()).items()}
         assert effects == {user: done for user, done in self.applied.items() if done}
-        versions = {user: version for user, (_, version) in (await self.users.versions(0)).items()}
-        assert versions == {user: len(done) for user, done in self.applied.items() if done}
+        known = {user: (self.incarnation[user], len(self.applied[user])) for user in USERS}
+        assert await self.users.versions(0) == {user: standing for user, standing in known.items() if any(standing)}
         counters = await self.users.counters()
-        done = sum(map(len, self.applied.values()))
-        assert (counters["enqueued"], counters["applied"], counters["buried"]) == (
-            len(self.entry_of),
-            done,
-            len(self.buried),
+        assert {name: counters[name] for name in self.ever} == self.ever
+        assert counters["enqueued"] == len(self.entry_of)
+        assert await self.stream.backlog() == len(self.waiting)
+        ever = self.ever
+        assert counters["enqueued"] + ever["replayed"] == ever["applied"] + ever["voided"] + ever["buried"] + len(
+            self.waiting
         )
-        assert await self.stream.backlog() == len(self.waiting) == len(self.entry_of) - done - len(self.buried)
         assert await self.stream.pending(0) == len(self.owner)
 
     async def _samples(self) -> dict[str, list[Any]]:
