@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 import numpy as np
-from redis.asyncio import Redis
 
 from store.codec import Sample, decode_tensors, encode_tensors
 from store.connection import (
     Argument,
     Command,
+    Store,
     as_bytes,
     as_int,
     as_text,
@@ -124,7 +124,7 @@ class UserStore:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: Store,
         keys: NamespaceKeys,
         store_epoch: str,
         *,

@@ -1,10 +1,11 @@
 -- Add events to a partition's stream, each event id once.
 -- KEYS  marker, events, counters, then one `seen` key for each event
--- ARGV  backlog limit, dedupe window in ms, arguments per event, then the fields and values of each event
+-- ARGV  backlog limit, dedupe window in ms, 1 to write even when all are duplicates, arguments per event, then the
+--       fields and values of each event
 -- Reply {'reset'} | {'full', backlog} | {'ok', 1 | 0, entry id, 1 | 0, entry id, ...}: 1 accepted, 0 duplicate
 local marker, events, counters = KEYS[1], KEYS[2], KEYS[3]
-local limit, window_ms, width = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])
-local HEAD_KEYS, HEAD_ARGS = 3, 3
+local limit, window_ms, always_write, width = tonumber(ARGV[1]), ARGV[2], ARGV[3] == '1', tonumber(ARGV[4])
+local HEAD_KEYS, HEAD_ARGS = 3, 4
 
 if redis.call('EXISTS', marker) == 0 then
   return {'reset'}
@@ -30,6 +31,9 @@ end
 -- First write: it fails, with nothing written, when `counters` is no hash or memory is full.
 if fresh > 0 then
   redis.call('HINCRBY', counters, 'enqueued', fresh)
+elseif always_write then
+  -- WAIT waits for the writes of its own connection alone: this one comes after those of whoever was first.
+  redis.call('PEXPIRE', KEYS[HEAD_KEYS + 1], window_ms)
 end
 local reply = {'ok'}
 for i = HEAD_KEYS + 1, #KEYS do
