@@ -27,14 +27,17 @@ class Confirmation:
     #: Synced to disk by the server and the replicas; otherwise in the memory of the replicas.
     on_disk: bool
 
-    def command(self) -> Command:
-        """Waits for the latest write of the connection it is sent on, and for no other's."""
-        if self.on_disk:
-            return ("WAITAOF", 1, self.replicas, self.timeout_ms)
-        return ("WAIT", self.replicas, self.timeout_ms)
+    def commands(self) -> list[Command]:
+        """They wait for the latest write of the connection they are sent on, and for no other's."""
+        if not self.on_disk:
+            return [("WAIT", self.replicas, self.timeout_ms)]
+        # A replica tells what it has synced when it is asked, which is before it syncs what came with the question,
+        # and then once a second. Asked once more after it got everything, it can tell at once.
+        first_ms = max(1, self.timeout_ms // 4)
+        return [("WAIT", self.replicas, first_ms), ("WAITAOF", 1, self.replicas, max(1, self.timeout_ms - first_ms))]
 
     def check(self, reply: Any) -> None:
-        """Raise NotReplicated unless the reply to `command` says that enough have it."""
+        """Raise NotReplicated unless the reply to the last of `commands` says that enough have it."""
         if isinstance(reply, Exception):
             raise NotReplicated(f"the server cannot tell what its replicas have: {reply}") from reply
         here, there = (int(reply[0]), int(reply[1])) if self.on_disk else (1, int(reply))
@@ -92,12 +95,12 @@ async def send(node: Redis, commands: Sequence[Command], confirm: Confirmation |
 
     With `confirm`, NotReplicated unless enough replicas have all that these commands wrote.
     """
-    wire = commands if confirm is None else [*commands, confirm.command()]
+    wire = commands if confirm is None else [*commands, *confirm.commands()]
     async with exchange(node), node.pipeline(transaction=False) as batch:
         queue = cast(Callable[..., object], batch.execute_command)
         for name, *arguments in wire:
             queue(name.encode() if isinstance(name, str) else name, *arguments)
         replies = await cast(Callable[..., Awaitable[list[Any]]], batch.execute)(raise_on_error=False)
     if confirm is not None:
-        confirm.check(replies.pop())
-    return replies
+        confirm.check(replies[-1])
+    return replies[: len(commands)]

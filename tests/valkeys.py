@@ -119,6 +119,24 @@ def running(*servers: Valkey) -> Iterator[None]:
 
 
 @contextmanager
+def running_pair(folder: Path, *options: str) -> Iterator[tuple[Valkey, Valkey]]:
+    """A server and its replica, which is up with it."""
+    primary = Valkey(folder / "primary", "--repl-diskless-sync-delay", "0", *options)
+    replica = Valkey(folder / "replica", "--replicaof", "127.0.0.1", str(primary.port), *options)
+    wait = ("WAITAOF", 1, 1, 3_000) if "--appendonly" in options else ("WAIT", 1, 100)
+
+    def follows() -> bool:
+        with primary.client() as client, client.pipeline(transaction=False) as batch:
+            batch.set("probe", 1)
+            batch.execute_command(wait[0].encode(), *wait[1:])
+            return batch.execute()[1] in (1, [1, 1])
+
+    with running(primary, replica):
+        eventually(follows, "the replica follows")
+        yield primary, replica
+
+
+@contextmanager
 def running_cluster(folder: Path, *options: str, nodes: int = 3) -> Iterator[ValkeyCluster]:
     """A cluster for as long as a block lasts."""
     flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *options)
