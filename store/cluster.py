@@ -7,6 +7,7 @@ the command there is no repetition. Nothing else is ever sent twice: where a con
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, final
@@ -91,7 +92,7 @@ class Cluster:
                     if isinstance(reply, AskError):
                         places.append(self._redirected(place.command, reply, address))
                     elif isinstance(reply, ClusterDownError | ReadOnlyError):
-                        self._stale = True
+                        self._suspect(address)
             if not places:
                 return replies
         raise StoreUnavailable(f"the slots of the cluster keep moving: no answer from {HOPS_MAX} servers in turn")
@@ -124,11 +125,15 @@ class Cluster:
         try:
             replies = await send(self._node(address), wire, confirm)
         except StoreUnavailable:
-            self._suspects.add(address)
-            self._stale = True
+            self._suspect(address)
             raise
         self._suspects.discard(address)
         return [replies[at] for at in kept]
+
+    def _suspect(self, address: Address) -> None:
+        """What we know may be out of date, and this server is not the first to ask."""
+        self._suspects.add(address)
+        self._stale = True
 
     def _redirected(self, command: int, refusal: AskError, refused_by: Address) -> Place:
         # A server that does not know its own name leaves it out: it is the one that was asked.
@@ -156,11 +161,12 @@ class Cluster:
 
     async def _look_up(self) -> None:
         """See who serves what, if that may have changed."""
-        if not self._due():
-            return
-        async with self._refreshing:
-            if self._due():  # or somebody else did meanwhile
-                await self._refresh()
+        if self._due():
+            async with self._refreshing:
+                if self._due():  # or somebody else did meanwhile
+                    await self._refresh()
+        if not self._owners:
+            raise StoreUnavailable("no server of the cluster answers")
 
     def _due(self) -> bool:
         if not self._stale:
@@ -168,24 +174,25 @@ class Cluster:
         return self._refreshed_s is None or time.monotonic() - self._refreshed_s >= REFRESH_PAUSE_S
 
     async def _refresh(self) -> None:
-        known = dict.fromkeys([*self._owners.values(), *self._replicas, *self._seeds])
+        known = list(dict.fromkeys([*self._owners.values(), *self._replicas, *self._seeds]))
+        # In any order, lest one that is cut off from the others is always believed. Those that did not answer lately
+        # come last: each may take a whole time-out.
+        random.shuffle(known)
         failure: StoreUnavailable | None = None
-        # Those that did not answer lately come last: each may take a whole time-out.
-        for address in sorted(known, key=lambda address: address in self._suspects):
-            try:
-                [reply] = await send(self._node(address), [("CLUSTER", "SLOTS")])
-            except StoreUnavailable as error:
-                self._suspects.add(address)
-                failure = error
-                continue
-            if isinstance(reply, Exception):
-                with translate_errors():
-                    if "cluster support disabled" in str(reply):
-                        host, port = address
-                        raise StoreError(f"the server at {host}:{port} is not part of a cluster: use redis://")
-                    raise reply
-            await self._adopt(reply, address)
-            return
+        try:
+            for address in sorted(known, key=lambda address: address in self._suspects):
+                try:
+                    [reply] = await send(self._node(address), [("CLUSTER", "SLOTS")])
+                except StoreUnavailable as error:
+                    self._suspects.add(address)
+                    failure = error
+                    continue
+                _check_clustered(reply, address)
+                await self._adopt(reply, address)
+                return
+        finally:
+            # Also of a failure: whoever waited for this does not begin anew.
+            self._refreshed_s = time.monotonic()
         raise StoreUnavailable("no server of the cluster answers") from failure
 
     async def _adopt(self, ranges: Iterable[Any], asked: Address) -> None:
@@ -198,11 +205,19 @@ class Cluster:
         if not owners:
             raise StoreUnavailable("no server of the cluster serves any slot yet")
         self._owners, self._replicas = owners, tuple(replicas)
-        self._refreshed_s = time.monotonic()
         self._stale = False
         # What was sent to a server that left is still answered; connections nobody uses are closed.
         for address in self._nodes.keys() - set(owners.values()) - replicas.keys():
             await self._nodes[address].connection_pool.disconnect(inuse_connections=False)
+
+
+def _check_clustered(reply: Any, address: Address) -> None:
+    if isinstance(reply, Exception):
+        if "cluster support disabled" in str(reply):
+            host, port = address
+            raise StoreError(f"the server at {host}:{port} is not part of a cluster: use redis:// or rediss://")
+        with translate_errors():
+            raise reply
 
 
 def is_cluster_url(url: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast, final
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ReadOnlyError
 
 from store.errors import NotReplicated, StoreError, StoreUnavailable, translate_errors
 
@@ -101,6 +102,9 @@ async def send(node: Redis, commands: Sequence[Command], confirm: Confirmation |
         for name, *arguments in wire:
             queue(name.encode() if isinstance(name, str) else name, *arguments)
         replies = await cast(Callable[..., Awaitable[list[Any]]], batch.execute)(raise_on_error=False)
+    if any(isinstance(reply, ReadOnlyError) for reply in replies):
+        # A primary no more. An address that moved on leads to the new one, yet only by new connections.
+        await node.connection_pool.disconnect(inuse_connections=False)
     if confirm is not None:
         confirm.check(replies[-1])
     return replies[: len(commands)]

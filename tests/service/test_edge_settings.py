@@ -72,7 +72,7 @@ def test_schemes_of_the_store(monkeypatch: pytest.MonkeyPatch, scheme: str) -> N
 
 def test_the_private_store_has_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METABAN_DURABILITY", "replicated")
-    with pytest.raises(SettingsError, match="METABAN_DURABILITY: .* set REDIS_URL"):
+    with pytest.raises(SettingsError, match=r"METABAN_DURABILITY: .* set REDIS_URL"):
         load_settings()
     monkeypatch.setenv("REDIS_URL", "redis://host")
     assert load_settings().replicas == 1

@@ -225,6 +225,30 @@ async def test_no_server_answers(open_store: Open):
         await check_server(nowhere)
 
 
+async def test_callers_of_a_cluster_that_hangs_are_not_told_one_after_the_other(
+    open_store: Open, servers: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store(socket_timeout_s=0.3)
+    asked: list[str] = []
+    refresh = Cluster._refresh
+
+    async def counted(self: Cluster) -> None:
+        asked.append("refresh")
+        await refresh(self)
+
+    monkeypatch.setattr(Cluster, "_refresh", counted)
+    for node in servers.nodes:
+        node.pause()
+    try:
+        outcomes = await asyncio.gather(*(command(store, "GET", f"k{n}") for n in range(40)), return_exceptions=True)
+    finally:
+        for node in servers.nodes:
+            node.resume()
+    assert all(isinstance(outcome, StoreUnavailable) for outcome in outcomes)
+    assert len(asked) == 1
+    await soon(lambda: command(store, "GET", KEYS[0]))
+
+
 async def test_connections_are_bounded_and_waited_for(open_store: Open, servers: ValkeyCluster):
     store = open_store(max_connections=3)
     before = [len(str(node.ask("CLIENT", "LIST")).split("\\n")) for node in servers.nodes]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from store.connection import Confirmation, check_server, connect
-from store.errors import NotReplicated
+from store.connection import Confirmation, check_server, command, connect, pipeline
+from store.errors import NotReplicated, StoreUnavailable
 from store.events import EventStream
 from store.namespaces import NamespaceRecord, Namespaces
 from tests.valkeys import DURABLE, Valkey, eventually, running, running_cluster, running_pair
@@ -113,6 +113,19 @@ async def test_a_promoted_replica_has_all_that_was_claimed(pair: Pair, make_even
         assert claimed <= {delivery.event.event_id for delivery in found}
         [again] = await stream.enqueue([make_event("user 0", "e0")])
         assert again.status == "duplicate"
+
+
+async def test_a_server_that_became_a_replica_is_connected_to_anew(pair: Pair):
+    """Behind an address that moves, the old connections would lead to it for ever."""
+    client = connect(pair.replica.url)
+    try:
+        first = await command(client, "CLIENT", "ID")
+        assert await command(client, "CLIENT", "ID") == first
+        with pytest.raises(StoreUnavailable):
+            await pipeline(client, [("SET", "a", 1)])
+        assert await command(client, "CLIENT", "ID") != first
+    finally:
+        await client.aclose()
 
 
 async def test_a_replica_without_a_file_cannot_confirm_that_it_synced(tmp_path: Path, make_event):
