@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint bench clean
+.PHONY: help install run test test-cluster lint bench clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -36,6 +36,9 @@ lint: $(VENV)/.development ## ruff and mypy --strict
 
 test: lint ## lint, types and every test
 	$(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+test-cluster: $(VENV)/.development ## the tests of store, worker and service against a cluster
+	METABAN_TEST_TOPOLOGY=cluster $(BIN)/pytest -n auto --dist worksteal tests/store tests/worker tests/service $(PYTEST_ARGS)
 
 bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick

@@ -25,9 +25,10 @@ POLL_S = 0.05
 class Deployment:
     """`metaban serve` on a free port, with its state in `data_dir`; can be stopped, killed and started again."""
 
-    def __init__(self, data_dir: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, data_dir: Path, environment: Mapping[str, str] | None = None, *options: str) -> None:
         self.data_dir = data_dir
         self._environment = dict(environment or {})
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._log = data_dir / "serve.log"
         self.url = ""
@@ -65,7 +66,7 @@ class Deployment:
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "service.cli", "serve", "--port", "0"],
+                [sys.executable, "-P", "-m", "service.cli", "serve", "--port", "0", *self._options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,

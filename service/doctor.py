@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias, final
 
 from service.server import ServeError, bind, store_name
 from service.settings import Settings
-from store.connection import as_int, check_server, command, connect
+from store.connection import ServerInfo, as_int, check_server, command, connect
 from store.errors import StoreError
 from store.valkey_process import binary
 
@@ -114,11 +114,14 @@ def _store(settings: Settings) -> list[Check]:
     if settings.redis_url is None:
         return [_embedded(), _clock(None)]
     try:
-        check, store_time_s = asyncio.run(_redis(settings, settings.redis_url))
+        info, store_time_s = asyncio.run(_ask_store(settings.redis_url))
     except StoreError as error:
         advice = "Start that server or correct REDIS_URL; unset it to use a private Valkey."
         return [Check("store", "fail", f"{store_name(settings)}: {error}", advice), _clock(None)]
-    return [check, _clock(store_time_s)]
+    rows = [_server(settings, info), _clock(store_time_s)]
+    if settings.durability == "replicated":
+        rows.insert(1, _replicas(settings, info))
+    return rows
 
 
 def _embedded() -> Check:
@@ -131,19 +134,32 @@ def _embedded() -> Check:
     return Check("store", "ok", f"private Valkey: {words}")
 
 
-async def _redis(settings: Settings, url: str) -> tuple[Check, float]:
+async def _ask_store(url: str) -> tuple[ServerInfo, float]:
     redis = connect(url, socket_timeout_s=STORE_TIMEOUT_S)
     try:
         info = await check_server(redis)
         seconds, micros = await command(redis, "TIME")
     finally:
         await redis.aclose()
-    store_time_s = as_int(seconds) + as_int(micros) / 1e6
+    return info, as_int(seconds) + as_int(micros) / 1e6
+
+
+def _server(settings: Settings, info: ServerInfo) -> Check:
     detail = f"{store_name(settings)}: {info.version}, {info.maxmemory_policy}"
+    if info.primaries > 1:
+        detail += f", {info.primaries} primaries"
     if not info.aof:
         advice = "A crash of the server loses what was learned: set `appendonly yes` there."
-        return Check("store", "warn", f"{detail}, no append-only file", advice), store_time_s
-    return Check("store", "ok", f"{detail}, append-only file"), store_time_s
+        return Check("store", "warn", f"{detail}, no append-only file", advice)
+    return Check("store", "ok", f"{detail}, append-only file")
+
+
+def _replicas(settings: Settings, info: ServerInfo) -> Check:
+    detail = f"{info.replicas} connected, {settings.replicas} wanted"
+    if info.replicas < settings.replicas:
+        advice = "Rewards are refused until they are: start replicas, or lower METABAN_REPLICAS."
+        return Check("replicas", "warn", detail, advice)
+    return Check("replicas", "ok", detail)
 
 
 def _clock(store_time_s: float | None) -> Check:

@@ -34,7 +34,7 @@ from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
-from store.connection import check_server, connect
+from store.connection import Confirmation, ServerInfo, check_server, connect
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreError
@@ -65,6 +65,8 @@ class Engine:
         self._metrics = metrics
         self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
         self._redis = connect(redis_url)
+        # Connections of their own: those that wait for a replica that hangs must leave some to everyone else.
+        self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
@@ -90,7 +92,11 @@ class Engine:
         self._epochs = EpochStore(self._redis, keys, store_epoch)
         self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s)
         self._events = EventStream(
-            self._redis, keys, dedupe_window_s=settings.dedupe_window_s, backlog_limit=settings.backlog_limit
+            self._confirming,
+            keys,
+            dedupe_window_s=settings.dedupe_window_s,
+            backlog_limit=settings.backlog_limit,
+            confirm=self._confirmation(info),
         )
         if self._record.layout is not None:
             self._serving = await self._open(FeatureLayout.from_json(self._record.layout))
@@ -102,6 +108,7 @@ class Engine:
             await self._serving.replica.stop()
         self._compute.shutdown()
         await self._redis.aclose()
+        await self._confirming.aclose()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering."""
@@ -228,6 +235,15 @@ class Engine:
         self._metrics.backlog.set(await self._events.backlog())
         for name, value in (await self._users.counters()).items():
             self._metrics.events.labels(name).set(value)
+
+    def _confirmation(self, info: ServerInfo) -> Confirmation | None:
+        """What an enqueued reward waits for before it is acknowledged."""
+        settings = self._settings
+        if settings.durability != "replicated":
+            return None
+        if info.replicas < settings.replicas:
+            log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
+        return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
     async def _check_store(self) -> CheckResult:
         try:

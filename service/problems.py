@@ -22,7 +22,7 @@ from starlette.responses import Response
 from service.errors import FieldError, InvalidInput, Overloaded, ServiceError, Unavailable, format_field
 from service.logging import request_id
 from service.schemas import UNION_TAGS
-from store.errors import BacklogFull, StoreReset, StoreUnavailable
+from store.errors import BacklogFull, NotReplicated, StoreReset, StoreUnavailable
 
 MEDIA_TYPE: Final = "application/problem+json"
 MAX_DETAIL_CHARS: Final = 400
@@ -105,6 +105,7 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(StoreUnavailable, _store_unavailable)
     app.add_exception_handler(StoreReset, _store_reset)
     app.add_exception_handler(BacklogFull, _backlog_full)
+    app.add_exception_handler(NotReplicated, _not_replicated)
 
 
 async def _service_error(request: Request, error: Exception) -> Response:
@@ -141,6 +142,13 @@ async def _backlog_full(request: Request, error: Exception) -> Response:
             "Too many events wait to be learned; try again later.",
             retry_after_s=cast(BacklogFull, error).retry_after_s,
         )
+    )
+
+
+async def _not_replicated(request: Request, error: Exception) -> Response:
+    _log.warning("not_replicated", reason=str(error))
+    return service_problem(
+        Unavailable("Too few replicas of the store confirmed in time; send the same again, nothing is learned twice.")
     )
 
 

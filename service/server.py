@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
-from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
@@ -61,7 +60,8 @@ def serve(settings: Settings, host: str, port: int, *, with_worker: bool, announ
         stack.enter_context(_interruptible())
         listener = stack.enter_context(bind(settings, host, port))
         if settings.redis_url is None:
-            embedded = EmbeddedServer(settings.data_dir, appendfsync=settings.durability)
+            appendfsync: Final = "always" if settings.durability == "always" else "everysec"
+            embedded = EmbeddedServer(settings.data_dir, appendfsync=appendfsync)
             url = stack.enter_context(embedded).url
         else:
             url = settings.redis_url
@@ -111,8 +111,10 @@ def store_name(settings: Settings) -> str:
     """Where the state is, without the password."""
     if settings.redis_url is None:
         return f"private Valkey in {settings.data_dir.resolve()}"
-    parts = urlsplit(settings.redis_url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    scheme, _, rest = settings.redis_url.partition("://")
+    # Cut by hand: of several hosts the library makes no sense. No option is shown, one may be a password.
+    place, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
 
 
 def _run(settings: Settings, redis_url: str, listener: socket.socket, started: Callable[[], None]) -> None:

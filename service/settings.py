@@ -16,6 +16,7 @@ from pydantic_settings import SettingsError as BadSource
 
 from models.settings import LearnerSettings, named_settings
 
+STORE_SCHEMES = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
 #: A SHA-256 digest as `metaban key` prints it.
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 
@@ -37,7 +38,8 @@ class Settings(BaseSettings):
         default=None,
         validation_alias=AliasChoices("REDIS_URL", "redis_url"),
         repr=False,
-        description="redis://, rediss:// or unix:// of the store; unset: a private Valkey in data_dir.",
+        description="redis://, rediss:// or unix:// of the store, redis+cluster://host:port,host:port or "
+        "rediss+cluster://… of a cluster (one of its servers is enough); unset: a private Valkey in data_dir.",
     )
     data_dir: Path = Field(default=Path("data"), description="Directory of the private Valkey and of local files.")
     namespace: str = Field(
@@ -111,9 +113,16 @@ class Settings(BaseSettings):
     active_users_max: int = Field(default=10_000, ge=1, description="Users outside the candidate pool kept in memory.")
 
     # Events and decisions
-    durability: Literal["everysec", "always"] = Field(
+    durability: Literal["everysec", "always", "replicated"] = Field(
         default="everysec",
-        description="everysec: a crash may lose the last 2 s; always: nothing that was acknowledged is lost.",
+        description="everysec: a crash may lose the last 2 s; always: nothing that was acknowledged is lost; "
+        "replicated: a reward is acknowledged when replicas have it (needs REDIS_URL).",
+    )
+    replicas: int = Field(
+        default=1, ge=1, le=16, description="Replicas that must have a reward before it is acknowledged (replicated)."
+    )
+    replica_wait_ms: int = Field(
+        default=2_000, ge=1, le=4_000, description="Longest wait for them; the reward is refused with 503 after it."
     )
     reward_window_s: int = Field(
         default=86_400, ge=1, le=31_536_000, description="How long a decision waits for its rewards."
@@ -150,8 +159,8 @@ class Settings(BaseSettings):
     @classmethod
     def _known_scheme(cls, url: str | None) -> str | None:
         # The value is not repeated in the message: it may hold a password.
-        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
+        if url is not None and not url.startswith(STORE_SCHEMES):
+            raise ValueError(f"must start with {', '.join(STORE_SCHEMES[:-1])} or {STORE_SCHEMES[-1]}")
         return url
 
     @field_validator("client_keys", "admin_keys", mode="before")
@@ -221,4 +230,9 @@ def load_settings(**overrides: Any) -> Settings:
         # Not chained: the original repeats the values, and some of them are secrets.
         raise SettingsError("\n".join(lines)) from None
     learner_settings(settings)
+    if settings.durability == "replicated" and settings.redis_url is None:
+        raise SettingsError(
+            "METABAN_DURABILITY: replicated needs replicas, and the private Valkey has none: set REDIS_URL to a "
+            "server or a cluster that has"
+        )
     return settings

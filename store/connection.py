@@ -1,4 +1,4 @@
-"""One client for all of the store, and the only place that calls the driver.
+"""One client for all of the store, be it one server or a cluster, and the only way to it.
 
 Replies come as the wire gives them (bytes, ints, lists): the driver's own parsing differs between protocol
 versions and its types are unions of values and awaitables, so `command` and `pipeline` are the typed way in.
@@ -6,20 +6,43 @@ versions and its types are unions of values and awaitables, so `command` and `pi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from functools import partial
+from typing import Any, TypeAlias, final
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 
+from store.cluster import Cluster, is_cluster_url, open_cluster
 from store.errors import CorruptRecord, StoreError, StoreUnavailable, translate_errors
+from store.node import Argument, Command, Confirmation, open_node, send, send_one
 
-Argument: TypeAlias = str | bytes | int | float
-Command: TypeAlias = Sequence[Argument]
+__all__ = [
+    "Argument",
+    "Command",
+    "Confirmation",
+    "ServerInfo",
+    "Store",
+    "as_bytes",
+    "as_int",
+    "as_text",
+    "block_arguments",
+    "check_server",
+    "command",
+    "connect",
+    "parse_entries",
+    "pipeline",
+    "pipeline_with_errors",
+    "refusal_code",
+    "stream_entries",
+]
 
+#: What holds the state: one server, or several that share it.
+Store: TypeAlias = Redis | Cluster
+
+#: Longest wait for an answer, and for a free connection.
+SOCKET_TIMEOUT_S = 5.0
 #: Longest wait of a blocking read, as a share of the socket time-out: the reply must arrive before it.
 BLOCK_SHARE = 0.5
 #: Longest wait of a blocking read when the socket has no time-out.
@@ -30,80 +53,89 @@ PIPELINE_COMMANDS = 1_000
 OLDEST_REDIS = (7, 0)
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says about itself."""
+    """What a server says about itself; of a cluster, what holds for all of its primaries."""
 
     version: str
     maxmemory_policy: str
     aof: bool
+    #: Replicas that follow the server, of a cluster the primary with the fewest.
+    replicas: int
+    #: Servers that hold state.
+    primaries: int = 1
 
 
-def connect(url: str, *, socket_timeout_s: float = 5.0, max_connections: int = 128) -> Redis:
-    """A client for `redis://`, `rediss://` or `unix://path`; it connects on first use.
+def connect(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S, max_connections: int = 128) -> Store:
+    """A client for `redis://`, `rediss://` or `unix://path`, or for a cluster by `redis+cluster://host:port,…` or
+    `rediss+cluster://…`; it connects on first use.
 
     The client never retries: a command whose reply got lost may have been executed, and an XADD sent twice is
-    two events. At `max_connections` callers wait for a free connection instead of failing.
+    two events. At `max_connections` (to each server) callers wait for a free connection instead of failing.
     """
-    try:
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=socket_timeout_s,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=socket_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            retry_on_error=[],
-            decode_responses=False,
-        )
-    except ValueError as error:
-        # Its text is the driver's, about the part of the URL it stumbled over, never the password.
-        raise StoreError(f"the URL of the store cannot be used: {error}") from None
-    return Redis.from_pool(pool)
+    open_one = partial(open_node, socket_timeout_s=socket_timeout_s, max_connections=max_connections)
+    if is_cluster_url(url):
+        return open_cluster(url, open_one, socket_timeout_s=socket_timeout_s)
+    return open_one(url)
 
 
-async def check_server(redis: Redis) -> ServerInfo:
-    """Refuse a server that would lose events or misread scripts."""
-    text = as_bytes(await command(redis, "INFO")).decode("utf-8", "replace")
+async def check_server(redis: Store) -> ServerInfo:
+    """Refuse a server, or any one of a cluster, that would lose events or misread scripts."""
+    if isinstance(redis, Redis):
+        return await _check_node(redis, in_cluster=False)
+    primaries = [await _check_node(node, in_cluster=True) for node in await redis.primaries()]
+    for node in await redis.replicas():
+        # One that is away now cannot take over now; whoever starts next checks it.
+        with suppress(StoreUnavailable):
+            await _check_node(node, in_cluster=True)
+    return ServerInfo(
+        version=", ".join(sorted({info.version for info in primaries})),
+        maxmemory_policy=primaries[0].maxmemory_policy,
+        aof=all(info.aof for info in primaries),
+        replicas=min(info.replicas for info in primaries),
+        primaries=len(primaries),
+    )
+
+
+async def _check_node(node: Redis, *, in_cluster: bool) -> ServerInfo:
+    text = as_bytes(await send_one(node, "INFO")).decode("utf-8", "replace")
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     compatible = fields.get("redis_version", "0")
     version = f"valkey {fields['valkey_version']}" if "valkey_version" in fields else f"redis {compatible}"
     numbers = tuple(int(part) if part.isdigit() else 0 for part in compatible.split(".")[:2])
     if numbers < OLDEST_REDIS:
         raise StoreError(f"{version} is too old: run Redis 7.0 or newer, or any Valkey")
+    if fields.get("cluster_enabled") == "1" and not in_cluster:
+        raise StoreError("the server is part of a cluster: use redis+cluster://host:port, or rediss+cluster://")
     policy = fields.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise StoreError(
-            f"the server evicts keys when memory is full (maxmemory-policy {policy}), which would silently "
-            "drop users and events: set `maxmemory-policy noeviction`, or use a server of its own"
+            f"the server{_place(node) if in_cluster else ''} evicts keys when memory is full (maxmemory-policy "
+            f"{policy}), which would silently drop users and events: set `maxmemory-policy noeviction`, or use a "
+            "server of its own"
         )
-    return ServerInfo(version, policy, fields.get("aof_enabled", "0") == "1")
+    followers = [value for name, value in fields.items() if name.startswith("slave") and "state=online" in value]
+    return ServerInfo(version, policy, fields.get("aof_enabled", "0") == "1", len(followers))
 
 
-@asynccontextmanager
-async def exchange(redis: Redis) -> AsyncIterator[None]:
-    """Talk to the server, driver errors translated.
-
-    A connection that turns out to be dead means that the idle ones are dead too, after a restart of the server: they
-    are dropped together, or each would fail one caller.
-    """
-    try:
-        with translate_errors():
-            yield
-    except StoreUnavailable:
-        await redis.connection_pool.disconnect(inuse_connections=False)
-        raise
+def _place(node: Redis) -> str:
+    settings = node.connection_pool.connection_kwargs
+    return f" at {settings.get('host')}:{settings.get('port')}"
 
 
-async def command(redis: Redis, name: str, *arguments: Argument) -> Any:
+async def command(redis: Store, name: str, *arguments: Argument) -> Any:
     """Send one command; the raw reply, driver errors translated."""
-    # Named in bytes, a command is not found in the driver's table of reply parsers.
-    send = cast(Callable[..., Awaitable[Any]], redis.execute_command)
-    async with exchange(redis):
-        return await send(name.encode(), *arguments)
+    if isinstance(redis, Redis):
+        return await send_one(redis, name, *arguments)
+    [reply] = await redis.send([(name, *arguments)])
+    if isinstance(reply, Exception):
+        with translate_errors():
+            raise reply
+    return reply
 
 
-async def pipeline(redis: Redis, commands: Iterable[Command]) -> list[Any]:
+async def pipeline(redis: Store, commands: Iterable[Command]) -> list[Any]:
     """Send commands together, without a transaction; raw replies in order, the first error raised."""
     replies = await pipeline_with_errors(redis, commands)
     for reply in replies:
@@ -113,16 +145,21 @@ async def pipeline(redis: Redis, commands: Iterable[Command]) -> list[Any]:
     return replies
 
 
-async def pipeline_with_errors(redis: Redis, commands: Iterable[Command]) -> list[Any]:
-    """As `pipeline`, yet the server's refusals stand as exceptions among the replies."""
+async def pipeline_with_errors(
+    redis: Store, commands: Iterable[Command], *, confirm: Confirmation | None = None
+) -> list[Any]:
+    """As `pipeline`, yet the server's refusals stand as exceptions among the replies.
+
+    With `confirm`, NotReplicated unless enough replicas have all that was written.
+    """
     queue = list(commands)
     replies: list[Any] = []
     for start in range(0, len(queue), PIPELINE_COMMANDS):
-        async with exchange(redis), redis.pipeline(transaction=False) as batch:
-            send = cast(Callable[..., object], batch.execute_command)
-            for name, *arguments in queue[start : start + PIPELINE_COMMANDS]:
-                send(name.encode() if isinstance(name, str) else name, *arguments)
-            replies += await cast(Callable[..., Awaitable[list[Any]]], batch.execute)(raise_on_error=False)
+        part = queue[start : start + PIPELINE_COMMANDS]
+        if isinstance(redis, Redis):
+            replies += await send(redis, part, confirm)
+        else:
+            replies += await redis.send(part, confirm)
     return replies
 
 
@@ -133,11 +170,14 @@ def refusal_code(error: BaseException) -> str:
     return words[0] if words else ""
 
 
-def block_arguments(redis: Redis, block_ms: int) -> tuple[Argument, ...]:
+def block_arguments(redis: Store, block_ms: int) -> tuple[Argument, ...]:
     """The BLOCK option of a read, kept below the socket time-out; none at all for no waiting."""
     if block_ms <= 0:
         return ()  # BLOCK 0 would wait for ever
-    timeout_s = redis.connection_pool.connection_kwargs.get("socket_timeout")
+    if isinstance(redis, Redis):
+        timeout_s = redis.connection_pool.connection_kwargs.get("socket_timeout")
+    else:
+        timeout_s = redis.socket_timeout_s
     limit_ms = UNLIMITED_BLOCK_MS if timeout_s is None else int(float(timeout_s) * 1_000 * BLOCK_SHARE)
     return ("BLOCK", max(1, min(block_ms, limit_ms)))
 

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
-from redis.asyncio import Redis
-
-from store.connection import as_int, as_text, command, parse_entries, pipeline
+from store.connection import Store, as_int, as_text, command, parse_entries, pipeline
 from store.errors import BacklogFull, CorruptRecord, StoreReset
 from store.keys import NamespaceKeys
 from store.rewards import RewardEvent
@@ -81,7 +79,7 @@ class Replay:
 class DeadLetters:
     """The dead letters of one namespace."""
 
-    def __init__(self, redis: Redis, keys: NamespaceKeys, *, window_ms: int, backlog_limit: int) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, *, window_ms: int, backlog_limit: int) -> None:
         self._redis = redis
         self._keys = keys
         self._window_ms = window_ms

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
-from redis.asyncio import Redis
 
 from store.codec import FLOAT32, decode_tensors, encode_tensors
-from store.connection import as_bytes, as_int, command
+from store.connection import Store, as_bytes, as_int, command
 from store.errors import CorruptRecord
 from store.keys import NamespaceKeys
 
@@ -113,7 +112,7 @@ class Decision:
 class DecisionStore:
     """The decisions of one namespace."""
 
-    def __init__(self, redis: Redis, keys: NamespaceKeys, *, ttl_s: float) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, *, ttl_s: float) -> None:
         if ttl_s <= 0:
             raise ValueError("decisions must be kept for some time")
         self._redis = redis

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import numpy as np
-from redis.asyncio import Redis
 
 from store.codec import decode_tensors, encode_tensors
-from store.connection import as_bytes, as_int, block_arguments, command, parse_entries, stream_entries
+from store.connection import Store, as_bytes, as_int, block_arguments, command, parse_entries, stream_entries
 from store.errors import CorruptRecord, StoreReset
 from store.keys import NamespaceKeys
 from store.scripts import load_script
@@ -66,7 +65,7 @@ class Epoch:
 class EpochStore:
     """The epochs of one namespace, and the lease of the one who makes them."""
 
-    def __init__(self, redis: Redis, keys: NamespaceKeys, store_epoch: str) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, store_epoch: str) -> None:
         self._redis = redis
         self._keys = keys
         self._store_epoch = store_epoch

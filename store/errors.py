@@ -3,6 +3,7 @@
     StoreError
     ├── StoreUnavailable     connection lost, timed out, loading, busy or memory full: try later (503)
     ├── BacklogFull          too many events wait to be learned: nothing was written (503 + Retry-After)
+    ├── NotReplicated        written, yet too few replicas confirmed it in time: send it again (503 + Retry-After)
     ├── CorruptRecord        stored bytes are not what this version writes
     ├── StoreReset           the store epoch vanished or differs: FLUSHALL, or another store at the same address
     ├── FenceLost            an apply was refused and wrote nothing; `.reason` says which check failed
@@ -25,8 +26,11 @@ FenceReason: TypeAlias = Literal["not-pending", "version", "store-epoch"]
 
 #: Error codes of the server that pass by themselves; the driver has no class for most of them.
 TRANSIENT_CODES = frozenset(
-    {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN"}
-)
+    {
+        "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN",
+        "UNBLOCKED",
+    }
+)  # fmt: skip
 
 
 class StoreError(Exception):
@@ -45,6 +49,11 @@ class BacklogFull(StoreError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+@final
+class NotReplicated(StoreError):
+    """Too few replicas confirmed a write in time. It may last or not; sent again, an event is a duplicate."""
 
 
 @final

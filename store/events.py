@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final
 
-from redis.asyncio import Redis
-
 from store.codec import Sample
 from store.connection import (
     Argument,
+    Confirmation,
+    Store,
     as_int,
     as_text,
     block_arguments,
@@ -71,14 +71,24 @@ class Delivery:
 class EventStream:
     """The event streams of one namespace."""
 
-    def __init__(self, redis: Redis, keys: NamespaceKeys, *, dedupe_window_s: float, backlog_limit: int) -> None:
-        """`backlog_limit` is the number of events that may wait in one partition."""
+    def __init__(
+        self,
+        redis: Store,
+        keys: NamespaceKeys,
+        *,
+        dedupe_window_s: float,
+        backlog_limit: int,
+        confirm: Confirmation | None = None,
+    ) -> None:
+        """`backlog_limit` is the number of events that may wait in one partition; with `confirm` nothing counts as
+        enqueued before the replicas have it."""
         if dedupe_window_s <= 0 or backlog_limit <= 0:
             raise ValueError("the dedupe window and the backlog limit must be positive")
         self._redis = redis
         self._keys = keys
         self._window_ms = max(1, round(dedupe_window_s * 1_000))
         self._limit = backlog_limit
+        self._confirm = confirm
         self._enqueue = load_script(redis, "enqueue")
         self._attempt = load_script(redis, "attempt")
         self._bury = load_script(redis, "bury")
@@ -88,15 +98,17 @@ class EventStream:
     async def enqueue(self, events: Sequence[RewardEvent]) -> list[Enqueued]:
         """Store events, each event id of a user once; the answers in order.
 
-        Raises BacklogFull when a partition has no room for its share of the batch. Other partitions may have
-        taken theirs by then: sending the whole batch again is safe, they answer `duplicate`.
+        Raises BacklogFull when a partition has no room for its share of the batch, and NotReplicated when replicas
+        do not confirm in time. Events may have been taken by then: sending the whole batch again is safe, those are
+        answered `duplicate`, and their replicas are waited for as well.
         """
         shares: dict[int, list[int]] = {}
         for index, event in enumerate(events):
             shares.setdefault(self._keys.partition_of(event.user_id), []).append(index)
-        replies = await self._enqueue.call_many(
+        calls = [
             self._enqueue_call(partition, [events[index] for index in indices]) for partition, indices in shares.items()
-        )
+        ]
+        replies = await self._enqueue.call_many(calls, confirm=self._confirm)
         for (partition, indices), (status, *rest) in zip(shares.items(), replies, strict=True):
             if status == b"reset":
                 raise StoreReset(f"partition {partition} of {self._keys.namespace} has lost its marker")
@@ -121,7 +133,8 @@ class EventStream:
         ]
         keys += [self._keys.seen(event.user_id, event.event_id) for event in events]
         encoded = [event.encode() for event in events]
-        arguments: list[Argument] = [self._limit, self._window_ms, 2 * len(encoded[0])]
+        always_write = int(self._confirm is not None)
+        arguments: list[Argument] = [self._limit, self._window_ms, always_write, 2 * len(encoded[0])]
         for event, fields in zip(events, encoded, strict=True):
             arguments += [event.user_id, event.incarnation]
             arguments += [part for pair in fields.items() for part in pair]
@@ -281,7 +294,7 @@ class EventStream:
         return await self._letters.discard_of(user_id)
 
 
-async def create_groups(redis: Redis, keys: NamespaceKeys, partitions: Iterable[int]) -> None:
+async def create_groups(redis: Store, keys: NamespaceKeys, partitions: Iterable[int]) -> None:
     """Create the consumer group of these partitions at `0`, so that nothing stored is skipped."""
     replies = await pipeline_with_errors(
         redis,

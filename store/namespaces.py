@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, final
 from uuid import uuid4
 
-from redis.asyncio import Redis
-
-from store.connection import as_bytes, as_int, as_text, command, pipeline
+from store.connection import Store, as_bytes, as_int, as_text, command, pipeline
 from store.errors import CorruptRecord, NamespaceConflict, StoreReset
 from store.events import create_groups
 from store.keys import NamespaceKeys
@@ -67,7 +65,7 @@ class NamespaceRecord:
 class Namespaces:
     """The namespaces of a store."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Store) -> None:
         self._redis = redis
         self._replace = load_script(redis, "namespace")
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import final
 
-from redis.asyncio import Redis
-
-from store.connection import as_text
+from store.connection import Store, as_text
 from store.keys import NamespaceKeys
 from store.scripts import load_script
 
@@ -20,7 +18,7 @@ from store.scripts import load_script
 class Ownership:
     """The workers of one namespace and their partitions, as one of them (`token`) sees and changes it."""
 
-    def __init__(self, redis: Redis, keys: NamespaceKeys, token: str, *, ttl_ms: int) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, token: str, *, ttl_ms: int) -> None:
         """What is not renewed for `ttl_ms` is free again."""
         self._keys = keys
         self._token = token

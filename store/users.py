@@ -14,12 +14,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar, final
 
-from redis.asyncio import Redis
-
 from store.codec import Sample
 from store.connection import (
     Argument,
     Command,
+    Store,
     as_bytes,
     as_int,
     as_text,
@@ -56,7 +55,7 @@ class UserStore:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: Store,
         keys: NamespaceKeys,
         store_epoch: str,
         *,

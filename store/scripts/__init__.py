@@ -8,10 +8,9 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias, final
 
-from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from store.connection import Argument, pipeline_with_errors
+from store.connection import Argument, Confirmation, Store, pipeline_with_errors
 from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
@@ -35,7 +34,7 @@ ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 class Script:
     """A script of this package, called by its digest; the server is sent the source when it lacks it."""
 
-    def __init__(self, redis: Redis, name: ScriptName) -> None:
+    def __init__(self, redis: Store, name: ScriptName) -> None:
         self.name = name
         self._redis = redis
         self._source = _source(name)
@@ -46,15 +45,20 @@ class Script:
         """Run once; the raw reply."""
         return (await self.call_many([(keys, arguments)]))[0]
 
-    async def call_many(self, calls: Iterable[ScriptCall]) -> list[Any]:
-        """Run once for each (keys, arguments), all in one round trip; the first error is raised."""
+    async def call_many(self, calls: Iterable[ScriptCall], *, confirm: Confirmation | None = None) -> list[Any]:
+        """Run once for each (keys, arguments), all in one round trip; the first error is raised.
+
+        With `confirm`, NotReplicated unless enough replicas have all that was written.
+        """
         queue = list(calls)
-        replies = await pipeline_with_errors(self._redis, [self._command("EVALSHA", *call) for call in queue])
+        known = [self._command("EVALSHA", *call) for call in queue]
+        replies = await pipeline_with_errors(self._redis, known, confirm=confirm)
         # NOSCRIPT runs nothing, so sending those again cannot do the work twice.
         unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
             again = [self._command("EVAL", *queue[at]) for at in unknown]
-            for at, reply in zip(unknown, await pipeline_with_errors(self._redis, again), strict=True):
+            answers = await pipeline_with_errors(self._redis, again, confirm=confirm)
+            for at, reply in zip(unknown, answers, strict=True):
                 replies[at] = reply
         for reply in replies:
             if isinstance(reply, Exception):
@@ -67,7 +71,7 @@ class Script:
         return [verb, body, len(keys), *keys, *arguments]
 
 
-def load_script(redis: Redis, name: ScriptName) -> Script:
+def load_script(redis: Store, name: ScriptName) -> Script:
     """The script `name`.lua, bound to a client."""
     return Script(redis, name)
 

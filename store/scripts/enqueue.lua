@@ -1,12 +1,12 @@
 -- Add events to a partition's stream, each event id once, unless their user began a new incarnation since.
 -- KEYS  marker, events, counters, versions, then one `seen` key for each event
--- ARGV  backlog limit, dedupe window in ms, fields and values per event, then for each event: user id, incarnation,
---       its fields and values
+-- ARGV  backlog limit, dedupe window in ms, 1 to write even when all are duplicates, fields and values per event,
+--       then for each event: user id, incarnation, its fields and values
 -- Reply {'reset'} | {'full', backlog} | {'ok', status, entry id, status, entry id, ...}: 1 accepted, 0 duplicate,
 --       2 void (its entry id is empty)
 local marker, events, counters, versions = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local limit, window_ms, width = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])
-local HEAD_KEYS, HEAD_ARGS, OWN_ARGS = 4, 3, 2
+local limit, window_ms, always_write, width = tonumber(ARGV[1]), ARGV[2], ARGV[3] == '1', tonumber(ARGV[4])
+local HEAD_KEYS, HEAD_ARGS, OWN_ARGS = 4, 4, 2
 local DUPLICATE, ACCEPTED, VOID = 0, 1, 2
 
 if redis.call('EXISTS', marker) == 0 then
@@ -43,6 +43,14 @@ end
 -- First write: it fails, with nothing written, when `counters` is no hash or memory is full.
 if fresh > 0 then
   redis.call('HINCRBY', counters, 'enqueued', fresh)
+elseif always_write then
+  -- WAIT waits for the writes of its own connection alone: this one comes after those of whoever was first.
+  for i = HEAD_KEYS + 1, #KEYS do
+    if entry_of[KEYS[i]] then
+      redis.call('PEXPIRE', KEYS[i], window_ms)
+      break
+    end
+  end
 end
 local reply = {'ok'}
 for i = HEAD_KEYS + 1, #KEYS do

@@ -20,6 +20,7 @@ from service.auth import digest_of
 from service.cli import app
 from service.server import ServeError, bind, store_name
 from service.settings import Settings
+from tests.valkeys import eventually, running_pair
 
 runner = CliRunner()
 
@@ -99,6 +100,8 @@ def test_a_store_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_password_of_the_store_is_not_shown() -> None:
     assert store_name(Settings(redis_url="redis://me:secret@host:1/2")) == "redis://host:1/2"
     assert store_name(Settings(redis_url="unix://me:secret@/run/x.sock")) == "unix:///run/x.sock"
+    many = Settings(redis_url="redis+cluster://me:secret@one:1,[::2]:2/0?password=secret")
+    assert store_name(many) == "redis+cluster://one:1,[::2]:2/0"
 
 
 def levels(checks: list[doctor.Check]) -> dict[str, str]:
@@ -114,6 +117,17 @@ def test_doctor_is_content(tmp_path: Path, valkey_url: str) -> None:
     assert not (tmp_path / "new").exists()
     # The Valkey of the tests keeps nothing on disk, which is worth a word.
     assert levels(doctor.collect(Settings(redis_url=valkey_url), port=port))["store"] == "warn"
+
+
+def test_doctor_counts_replicas(tmp_path: Path) -> None:
+    with running_pair(tmp_path) as (primary, replica):
+        settings = Settings(redis_url=primary.url, durability="replicated", data_dir=tmp_path)
+        assert levels(doctor.collect(settings, port=0))["replicas"] == "ok"
+        replica.kill()
+        eventually(lambda: b"connected_slaves:0" in primary.ask("INFO", "replication"), "the replica is gone")
+        assert levels(doctor.collect(settings, port=0))["replicas"] == "warn"
+        without = Settings(redis_url=primary.url, durability="always", data_dir=tmp_path)
+        assert "replicas" not in levels(doctor.collect(without, port=0))
 
 
 def test_doctor_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,24 @@ def test_refusals_are_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal.value.__cause__ is None
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "rediss+cluster"])
+def test_schemes_of_the_store(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setenv("REDIS_URL", f"{scheme}://:pass@one:7000")
+    assert load_settings().redis_url == f"{scheme}://:pass@one:7000"
+    monkeypatch.setenv("REDIS_URL", f"{scheme}s+x://:pass@one:7000")
+    with pytest.raises(SettingsError, match=r"REDIS_URL: must start with redis://.* or rediss\+cluster://") as refusal:
+        load_settings()
+    assert "pass" not in str(refusal.value)
+
+
+def test_the_private_store_has_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METABAN_DURABILITY", "replicated")
+    with pytest.raises(SettingsError, match=r"METABAN_DURABILITY: .* set REDIS_URL"):
+        load_settings()
+    monkeypatch.setenv("REDIS_URL", "redis://host")
+    assert load_settings().replicas == 1
+
+
 def test_every_setting_is_described() -> None:
     assert all(field.description for field in Settings.model_fields.values())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from models.settings import stored_settings
@@ -17,7 +18,7 @@ from service.engine import Engine
 from service.errors import DecisionConflict, InvalidInput
 from service.metrics import Metrics
 from service.settings import Settings, SettingsError, learner_settings
-from store.errors import StoreError
+from store.errors import NotReplicated, StoreError
 from store.events import EventStream
 from store.keys import NamespaceKeys
 from store.namespaces import Namespaces
@@ -348,3 +349,15 @@ async def test_features_that_overflow_the_learner(make_engine: MakeEngine) -> No
     except InvalidInput:
         return
     assert np.isfinite([item.score for item in answer.items]).all()
+
+
+async def test_too_few_replicas_are_told_at_the_start_and_to_whoever_sends_a_reward(make_engine: MakeEngine) -> None:
+    engine = make_engine(durability="replicated", replicas=2, replica_wait_ms=50)
+    with structlog.testing.capture_logs() as lines:
+        await engine.start()
+    [told] = [line for line in lines if line["event"] == "too few replicas"]
+    assert (told["wanted"], told["connected"]) == (2, 0)
+    decision = await engine.recommend(ask())
+    for _ in range(2):
+        with pytest.raises(NotReplicated):
+            await engine.feedback([reward(decision.decision_id)], wait_applied=False)

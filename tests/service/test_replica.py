@@ -18,6 +18,7 @@ from service.replica import Replica
 from service.served import ServedModel
 from store.epochs import Epoch
 from store.users import UserState, UserStore
+from tests.valkeys import ask_every_server
 from tests.worker.workshop import CPU, INPUTS, Workshop, make_event, small, soon
 
 
@@ -228,13 +229,13 @@ class TestOutages:
         watched = watch()
         await watched.replica.start()
         for round_ in range(2, 6):
-            await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await ask_every_server(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             await asyncio.sleep(0.01)
             await self.learn_through(shop, {"a": 1, f"new {round_}": 1}, first=10 * round_)
             await watched.serves("a", round_)
             await watched.serves(f"new {round_}", 1)
         await publish_epoch(shop, 0, 0)
-        await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        await ask_every_server(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         await asyncio.sleep(0.01)
         await publish_epoch(shop, 1, 16)
 
@@ -280,15 +281,15 @@ class TestOutages:
         await watched.replica.start()
         key = shop.keys.update_log(0)
         await shop.learn({in_partition(shop, 0, 1)[0]: 1})
-        await redis.rename(key, "away")
+        await redis.rename(key, f"{key} away")
         await redis.set(key, "no stream")
 
         async def unhealthy() -> bool:
-            await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await ask_every_server(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             return not watched.replica.healthy
 
         await soon(unhealthy)
-        await redis.rename("away", key)
+        await redis.rename(f"{key} away", key)
 
         async def healthy() -> bool:
             return watched.replica.healthy

@@ -23,6 +23,8 @@ from store.embedded import SOCKET_PATH_MAX_BYTES, EmbeddedServer
 from store.errors import EmbeddedServerError
 from store.valkey_process import _servers_by_command_line, servers_in
 
+pytestmark = pytest.mark.single_node("the private server is one")
+
 #: A process that owns the directory in argv[1], stores a value, says which server it started, and waits.
 OWNER = """
 import sys, time

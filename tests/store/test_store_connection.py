@@ -21,6 +21,7 @@ from store.connection import (
 from store.errors import CorruptRecord, StoreError, StoreUnavailable, translate_errors
 from store.events import EventStream
 from store.namespaces import NamespaceRecord, Namespaces
+from tests.valkeys import ask_every_server
 
 
 async def test_connect_and_check(valkey_url: str):
@@ -50,9 +51,10 @@ async def test_an_evicting_server_is_refused(redis: Redis):
 async def test_the_client_does_not_retry(valkey_url: str):
     client = connect(valkey_url)
     try:
-        pool_settings = client.connection_pool.connection_kwargs
-        assert pool_settings["retry"].get_retries() == 0
-        assert pool_settings["retry_on_error"] == []
+        for node in [client] if isinstance(client, Redis) else await client.primaries():
+            pool_settings = node.connection_pool.connection_kwargs
+            assert pool_settings["retry"].get_retries() == 0
+            assert pool_settings["retry_on_error"] == []
     finally:
         await client.aclose()
 
@@ -89,12 +91,12 @@ async def test_refused_commands(redis: Redis):
 async def test_full_memory_is_unavailable(redis: Redis, stream: EventStream, make_event, picture):
     await stream.enqueue([make_event("u", "a")])
     before = await picture()
-    await redis.config_set("maxmemory", "1")
+    await ask_every_server(redis, "CONFIG", "SET", "maxmemory", 1)
     try:
         with pytest.raises(StoreUnavailable):
             await stream.enqueue([make_event("u", "b")])
     finally:
-        await redis.config_set("maxmemory", "0")
+        await ask_every_server(redis, "CONFIG", "SET", "maxmemory", 0)
     assert await picture() == before
 
 
@@ -138,7 +140,7 @@ async def test_blocking_stays_below_the_socket_timeout(valkey_url: str):
 
 @pytest.mark.parametrize("protocol", [2, 3])
 async def test_both_protocols(valkey_url: str, redis: Redis, make_event, protocol):
-    client = Redis.from_url(valkey_url, protocol=protocol)
+    client = connect(f"{valkey_url}?protocol={protocol}")
     try:
         record: NamespaceRecord = await Namespaces(client).open_or_create("n", partitions=1, seed=0, learner={})
         stream = EventStream(client, record.keys, dedupe_window_s=60, backlog_limit=10)

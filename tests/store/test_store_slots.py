@@ -83,6 +83,7 @@ async def use_every_script(redis: Redis) -> None:
     assert await epochs.publish(Epoch(0, 0, {}, (), 0), lease_token="t")
 
 
+@pytest.mark.single_node("it records what is sent to one; the servers of a cluster refuse to cross slots themselves")
 async def test_scripts_stay_in_one_slot(valkey_url: str, redis: Redis):
     client = RecordingRedis.from_url(valkey_url)
     try:

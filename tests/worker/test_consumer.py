@@ -17,6 +17,7 @@ from store.connection import connect
 from store.errors import StoreReset, StoreUnavailable
 from store.events import Delivery
 from store.users import UserState, UserUpdate
+from tests.valkeys import ask_every_server
 from tests.worker import workshop
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import Workshop, make_event, soon
@@ -246,7 +247,7 @@ class TestOutages:
         await shop.streams.enqueue([make_event(f"user {n % 4}", n) for n in range(accepted)])
         async with at_work(shop, "c1", "c2"):
             for _ in range(25):
-                await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                await ask_every_server(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
                 await asyncio.sleep(0.01)
             await soon(lambda: drained(shop))
         assert await total(shop) == (await shop.users.counters())["applied"] == accepted
@@ -258,7 +259,7 @@ class TestOutages:
         impatient = connect(valkey_url, socket_timeout_s=0.15)
         slow_shop = Workshop(impatient, shop.record, compute, samples_kept=5)
         async with at_work(slow_shop, "c1"):
-            await redis.execute_command("CLIENT", "PAUSE", 400, "ALL")
+            await ask_every_server(redis, "CLIENT", "PAUSE", 400, "ALL")
             await shop.streams.enqueue([make_event("a", n) for n in range(10)])
             await soon(lambda: drained(shop))
         assert await shop.versions() == {"a": 10}

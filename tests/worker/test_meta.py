@@ -13,6 +13,7 @@ import pytest
 
 from store.epochs import Epoch
 from store.users import UserState
+from tests.valkeys import ask_every_server
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import Workshop, small, soon
 from worker import meta as meta_module
@@ -347,7 +348,7 @@ class TestRunning:
         running = await self.start(shop.meta())
         await soon(lambda: self.at(shop, 0))
         for _ in range(20):
-            await shop.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await ask_every_server(shop.redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             await asyncio.sleep(0.005)
         await shop.learn({"a": FIRST})
         await soon(lambda: self.at(shop, 1))
