@@ -6,7 +6,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Final, Self, final
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -19,6 +19,7 @@ from models.features import FeatureError, FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import LearnerSettings, stored_settings
 from models.threads import use_threads
+from service.breaker import StoreBreaker
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
@@ -27,19 +28,23 @@ from service.contracts import (
     Rejection,
     RewardCommand,
 )
-from service.errors import DecisionConflict, InvalidInput
+from service.errands import Errands
+from service.errors import DecisionConflict, InvalidInput, Unavailable
 from service.metrics import Metrics
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
-from store.connection import check_server, connect
+from store.connection import check_server, connect, drop_idle
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
-from store.errors import NamespaceConflict, StoreError
+from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import Enqueued, EventStream, RewardEvent
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
+
+#: Connections to the store beside those that follow the partitions' logs.
+REQUEST_CONNECTIONS: Final = 128
 
 log = structlog.get_logger()
 
@@ -62,7 +67,10 @@ class Engine:
         self._settings = settings
         self._metrics = metrics
         self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
-        self._redis = connect(redis_url)
+        self._redis = connect(redis_url, max_connections=REQUEST_CONNECTIONS + settings.partitions)
+        # One of its own, so that a probe never waits for those whom the store keeps waiting.
+        self._probing = connect(redis_url, max_connections=1)
+        self._breaker = StoreBreaker(self._probe)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
@@ -92,29 +100,38 @@ class Engine:
         )
         if self._record.layout is not None:
             self._serving = await self._open(FeatureLayout.from_json(self._record.layout))
+        self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
 
     async def stop(self) -> None:
         """Let go of the store; what was acknowledged is in it."""
+        await self._breaker.stop()
         if self._serving is not None:
             await self._serving.replica.stop()
         self._compute.shutdown()
         await self._redis.aclose()
+        await self._probing.aclose()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
-        """Choose arms for a user and record the decision before answering."""
+        """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
+        store = Errands(self._breaker, go_on=self._settings.store_outage == "serve")
+        decision_id = command.decision_id or uuid4().hex
         if command.decision_id is not None:
-            earlier = await self._decisions.get(command.decision_id)
+            earlier = await store.run(lambda: self._decisions.get(decision_id))
             if earlier is not None:
                 return _recommendation(earlier, command.fingerprint, replayed=True)
-        decision_id = command.decision_id or uuid4().hex
         features = [arm.features for arm in command.arms]
         try:
-            serving = self._serving or await self._first_layout(command)
+            serving = self._serving or await self._begin(command)
             inputs = assemble(serving.layout, features, command.context)
         except FeatureError as error:
             raise InvalidInput(error.field, error.message) from error
-        loaded = await serving.replica.ensure(command.user_id)
+        loaded = None
+        if command.user_id not in serving.replica:
+            # Not found, or not to be asked for now: the meta-learner answers.
+            states = await store.run(lambda: self._users.load([command.user_id])) or {}
+            await serving.replica.take(states.values())
+            loaded = states.get(command.user_id)
         scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
@@ -148,13 +165,16 @@ class Engine:
             created_ms=_now_ms(),
         )
         # Whoever raced us with the same id and was first has decided for both.
-        standing = await self._decisions.put(decision)
+        standing = await store.run(lambda: self._decisions.put(decision))
+        if standing is None:
+            return _recommendation(decision, command.fingerprint, replayed=False, logged=False)
         return _recommendation(standing, command.fingerprint, replayed=standing is not decision)
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
         ids = list(dict.fromkeys(command.decision_id for command in commands))
-        found = dict(zip(ids, await asyncio.gather(*map(self._decisions.get, ids)), strict=True))
+        decisions = await self._breaker.call(lambda: asyncio.gather(*map(self._decisions.get, ids)))
+        found = dict(zip(ids, decisions, strict=True))
         events: list[RewardEvent] = []
         rejected: list[Rejection] = []
         for index, command in enumerate(commands):
@@ -163,7 +183,7 @@ class Engine:
                 rejected.append(outcome)
             else:
                 events.append(outcome)
-        stored = await self._events.enqueue(events) if events else []
+        stored = await self._breaker.call(lambda: self._events.enqueue(events)) if events else []
         applied: bool | None = None
         if wait_applied:
             waits = [self._wait(event, entry) for event, entry in zip(events, stored, strict=True)]
@@ -177,34 +197,52 @@ class Engine:
             return False
         replica = self._serving.replica
         known = entry.status == "accepted" or replica.saw(entry.partition, entry.entry_id)
-        if not known and not await self._events.exists(entry.partition, entry.entry_id):
+        if not known and not await self._breaker.call(lambda: self._events.exists(entry.partition, entry.entry_id)):
             # Finished before this process was told of it, perhaps before it was started.
-            await replica.refresh(event.user_id)
-            return not await self._events.buried(entry.partition, entry.entry_id)
+            await self._breaker.call(lambda: replica.refresh(event.user_id))
+            return not await self._breaker.call(lambda: self._events.buried(entry.partition, entry.entry_id))
         return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
 
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""
-        checks = {"store": await self._check_store()}
+        await self._breaker.check()
+        # What is in memory answers requests without the store, if it may.
+        vital = self._serving is None or self._settings.store_outage == "refuse"
+        away = self._breaker.away
+        if away is None:
+            checks = {"store": CheckResult(True, "answers")}
+        else:
+            checks = {"store": CheckResult(False, str(away), vital=vital or isinstance(away, StoreReset))}
         if self._serving is not None:
             healthy = self._serving.replica.healthy
-            checks["replica"] = CheckResult(healthy, "follows the updates" if healthy else "is behind the updates")
+            detail = "follows the updates" if healthy else "is behind the updates"
+            checks["replica"] = CheckResult(healthy, detail, vital=vital)
         return checks
 
     async def refresh_gauges(self) -> None:
         """Bring the gauges that live in the store up to date."""
-        self._metrics.backlog.set(await self._events.backlog())
-        for name, value in (await self._users.counters()).items():
+        self._metrics.backlog.set(await self._breaker.call(self._events.backlog))
+        for name, value in (await self._breaker.call(self._users.counters)).items():
             self._metrics.events.labels(name).set(value)
 
-    async def _check_store(self) -> CheckResult:
-        try:
-            record = await self._namespaces.load(self._record.name)
-        except StoreError as error:
-            return CheckResult(False, f"does not answer: {error}")
+    async def _probe(self) -> None:
+        """Whether the store is still ours and takes decisions."""
+        record = await Namespaces(self._probing).load(self._record.name)
         if record is None or record.store_epoch != self._record.store_epoch:
-            return CheckResult(False, "lost this namespace or is another store: restart the service to begin anew")
-        return CheckResult(True, "answers")
+            raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
+        await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
+        if self._breaker.away is not None:
+            # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
+            await drop_idle(self._redis)
+
+    async def _begin(self, command: RecommendCommand) -> Serving:
+        """Start to serve by what the first request shows; that takes a store."""
+        try:
+            return await self._breaker.call(lambda: self._first_layout(command))
+        except StoreUnavailable as error:
+            raise Unavailable(
+                "The store does not answer, and nothing is in memory yet to decide from; try again later."
+            ) from error
 
     async def _first_layout(self, command: RecommendCommand) -> Serving:
         """Fix the feature layout by the first request; of several first requests one wins."""
@@ -298,7 +336,7 @@ def _event(command: RewardCommand, decision: Decision | None, index: int) -> Rew
     )
 
 
-def _recommendation(decision: Decision, fingerprint: str, *, replayed: bool) -> Recommendation:
+def _recommendation(decision: Decision, fingerprint: str, *, replayed: bool, logged: bool = True) -> Recommendation:
     if decision.fingerprint != fingerprint:
         raise DecisionConflict("this decision_id belongs to a request with another body")
     return Recommendation(
@@ -308,6 +346,7 @@ def _recommendation(decision: Decision, fingerprint: str, *, replayed: bool) -> 
         model_version=decision.epoch,
         cold_start=decision.cold_start,
         replayed=replayed,
+        logged=logged,
     )
 
 

@@ -98,15 +98,17 @@ class Replica:
         if self._briefing is not None:
             await self._briefing
 
-    async def ensure(self, user: str) -> UserState | None:
-        """Have a user's state at hand if they have one; what had to be loaded for it."""
-        return None if user in self._model else await self.refresh(user)
+    def __contains__(self, user: str) -> bool:
+        """Whether a user is served from memory."""
+        return user in self._model
 
-    async def refresh(self, user: str) -> UserState | None:
+    async def take(self, states: Iterable[UserState]) -> None:
+        """Serve states that were just loaded."""
+        await self._put(states)
+
+    async def refresh(self, user: str) -> None:
         """Serve the newest state of a user now, if they have one."""
-        states = await self._users.load([user])
-        await self._put(states.values())
-        return states.get(user)
+        await self.take((await self._users.load([user])).values())
 
     def saw(self, partition: int, entry_id: str) -> bool:
         """Whether an event's application came by in the log lately."""

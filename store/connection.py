@@ -91,8 +91,13 @@ async def exchange(redis: Redis) -> AsyncIterator[None]:
         with translate_errors():
             yield
     except StoreUnavailable:
-        await redis.connection_pool.disconnect(inuse_connections=False)
+        await drop_idle(redis)
         raise
+
+
+async def drop_idle(redis: Redis) -> None:
+    """Close the connections that nobody uses now; the next users make new ones."""
+    await redis.connection_pool.disconnect(inuse_connections=False)
 
 
 async def command(redis: Redis, name: str, *arguments: Argument) -> Any:
