@@ -4,7 +4,11 @@
 
 While the store is away, calls fail at once and do not touch it. One probe at a time looks at it: right when it went
 away, then every PROBE_EVERY_S; and every HEARTBEAT_S while it is there, so that an outage is noticed even when nobody
-asks. Calls that still wait for an answer when a probe fails are given up.
+asks.
+
+A call that takes longer than DOUBT_S is not to blame on the store yet: the event loop may be busy, or all connections.
+It has the store probed, and when that fails all calls under way are given up. So a store that hangs is away after the
+doubt and a probe, and one that answers is not away because many ask it at once.
 
 A call that is given up may have happened all the same: its reply is lost, not its effect.
 """
@@ -13,21 +17,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import Context
+from types import TracebackType
 from typing import Final, TypeVar, final
 
 import structlog
 
 from store.errors import StoreError, StoreReset, StoreUnavailable
 
+#: A call that takes longer has the store probed.
+DOUBT_S: Final = 0.25
 #: Time a probe has, and the pause between two while the store is away.
 PROBE_BUDGET_S: Final = 0.25
 PROBE_EVERY_S: Final = 0.25
 #: Pause between two probes while the store is there.
 HEARTBEAT_S: Final = 1.0
-#: A budget is counted in steps of this length.
+#: Time is counted in steps of this length.
 STEP_S: Final = 0.05
 
 Result = TypeVar("Result")
@@ -36,31 +43,59 @@ log = structlog.get_logger()
 
 
 @final
-class Countdown:
-    """Ends a time limit after a number of steps.
+class TimeLimit:
+    """Cancels what the current task does inside it when the budget is spent, or on `end`; TimeoutError then.
 
-    Time itself is not asked: an event loop that was held up for a second takes one step then, and the answers that
-    came in meanwhile are read before the next one. The store is not to blame for our delays.
+    Time passes in steps: an event loop that was held up for a second takes one step then, and the answers that came in
+    meanwhile are read before the next. And it cancels again at every further step: before Python 3.12
+    `asyncio.wait_for`, below the driver, may swallow a cancellation.
     """
 
-    __slots__ = ("_limit", "_loop", "_steps", "_timer")
+    __slots__ = ("_before", "_budget", "_cancellations", "_doubt", "_loop", "_steps", "_task", "_timer")
 
-    def __init__(self, limit: asyncio.Timeout, budget_s: float) -> None:
-        self._limit = limit
+    def __init__(self, budget_s: float | None, doubt: Callable[[], None] | None = None) -> None:
+        """`doubt` is called once, after DOUBT_S."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("only a task can be limited")
+        self._task = task
         self._loop = asyncio.get_running_loop()
-        self._steps = math.ceil(budget_s / STEP_S)
+        self._before = task.cancelling()
+        self._cancellations = 0
+        self._budget = math.inf if budget_s is None else budget_s / STEP_S
+        self._doubt = doubt
+        self._steps = 0
         self._timer = self._loop.call_later(STEP_S, self._step)
 
-    def cancel(self) -> None:
-        """The limit is not needed any more."""
+    def __enter__(self) -> TimeLimit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._timer.cancel()
+        others = self._before
+        for _ in range(self._cancellations):
+            others = self._task.uncancel()
+        if self._cancellations and kind is asyncio.CancelledError and others <= self._before:
+            raise TimeoutError from error
+
+    def end(self) -> None:
+        """Let the time be over now."""
+        if not self._cancellations:
+            self._timer.cancel()
+            self._budget = 0
+            self._step()
 
     def _step(self) -> None:
-        self._steps -= 1
-        if self._steps > 0:
-            self._timer = self._loop.call_later(STEP_S, self._step)
-        else:
-            end_now(self._limit)
+        self._steps += 1
+        if self._steps >= self._budget:
+            self._cancellations += 1
+            self._task.cancel()
+        elif self._doubt is not None and self._steps * STEP_S >= DOUBT_S:
+            self._doubt()
+            self._doubt = None
+        self._timer = self._loop.call_later(STEP_S, self._step)
 
 
 @final
@@ -72,7 +107,7 @@ class StoreBreaker:
         self._probe = probe
         self._away: StoreUnavailable | StoreReset | None = None
         self._trips = 0
-        self._under_way: set[asyncio.Timeout] = set()
+        self._under_way: set[TimeLimit] = set()
         self._woken = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -101,13 +136,13 @@ class StoreBreaker:
         """Have something done by the store.
 
         Raises StoreUnavailable or StoreReset at once while it is away. When the store fails, or the budget runs out,
-        it counts as away from then on. Without a budget a call waits until the store answers or a probe fails.
+        it counts as away from then on. Without a budget a call waits for as long as probes are answered.
         """
         if self._away is not None:
             raise type(self._away)(str(self._away))
         trips = self._trips
         try:
-            async with time_limit(budget_s) as limit:
+            with TimeLimit(budget_s, self._look_soon) as limit:
                 self._under_way.add(limit)
                 try:
                     return await work()
@@ -135,6 +170,10 @@ class StoreBreaker:
                 async with asyncio.timeout(pause_s):
                     await self._woken.wait()
 
+    def _look_soon(self) -> None:
+        if self._away is None:
+            self._woken.set()
+
     async def _look(self) -> None:
         """Probe, or wait for the probe that is under way."""
         if self._looking is None or self._looking.done():
@@ -145,7 +184,7 @@ class StoreBreaker:
     async def _probe_once(self) -> None:
         trips = self._trips
         try:
-            async with time_limit(PROBE_BUDGET_S):
+            with TimeLimit(PROBE_BUDGET_S):
                 await self._probe()
         except TimeoutError:
             self._lose(StoreUnavailable("the store does not answer in time"))
@@ -172,7 +211,7 @@ class StoreBreaker:
         self._trip(failure)
         if isinstance(failure, StoreUnavailable):
             for limit in self._under_way:
-                end_now(limit)
+                limit.end()
 
     def _trip(self, failure: StoreUnavailable | StoreReset) -> None:
         if self._away is None:
@@ -180,21 +219,3 @@ class StoreBreaker:
             self._trips += 1
             self._woken.set()
         self._away = failure
-
-
-@asynccontextmanager
-async def time_limit(budget_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """TimeoutError when the budget runs out; the limit may also be ended from outside."""
-    async with asyncio.timeout(None) as limit:
-        countdown = None if budget_s is None else Countdown(limit, budget_s)
-        try:
-            yield limit
-        finally:
-            if countdown is not None:
-                countdown.cancel()
-
-
-def end_now(limit: asyncio.Timeout) -> None:
-    """Let a limit run out at once, unless it has."""
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())

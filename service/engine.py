@@ -226,12 +226,12 @@ class Engine:
             self._metrics.events.labels(name).set(value)
 
     async def _probe(self) -> None:
-        """Whether the store is still ours and takes decisions."""
+        """Whether the store is still ours; after an outage, whether it takes decisions too."""
         record = await Namespaces(self._probing).load(self._record.name)
         if record is None or record.store_epoch != self._record.store_epoch:
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
-        await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
         if self._breaker.away is not None:
+            await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
             # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
             await drop_idle(self._redis)
 

@@ -8,8 +8,8 @@ from typing import Final, TypeVar, final
 from service.breaker import StoreBreaker
 from store.errors import StoreReset, StoreUnavailable
 
-#: Time the store has for one read or write of a decision; an answer that waits longer is worth less than an answer.
-DECISION_BUDGET_S: Final = 0.25
+#: Time for one read or write of a decision; a store that answers nobody is found out sooner, by the breaker.
+DECISION_BUDGET_S: Final = 1.0
 
 Result = TypeVar("Result")
 

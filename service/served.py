@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -70,6 +71,10 @@ class Standing:
     def precedes(self, other: Standing) -> bool:
         """Whether `other` is at least as new."""
         return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
+
+
+#: No state is in doubt: newer ones replace older ones.
+NOTHING_DOUBTED: Final[Mapping[str, Standing]] = MappingProxyType({})
 
 
 @final
@@ -141,11 +146,14 @@ class ServedModel:
                 self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()})
         return True
 
-    def put(self, states: Sequence[UserState]) -> None:
-        """Take over states that are as new as what is held; a state that does not fit the learner is refused."""
+    def put(self, states: Sequence[UserState], doubted: Mapping[str, Standing] = NOTHING_DOUBTED) -> None:
+        """Take over states that are as new as what is held; a state that does not fit the learner is refused.
+
+        Who is still held as `doubted` says is replaced by an older state too.
+        """
         pooled: dict[str, UserState] = {}
         for state in states:
-            if self._acceptable(state):
+            if self._acceptable(state, doubted.get(state.user_id)):
                 self._standing[state.user_id] = Standing.of(state)
                 if state.user_id in self._briefs:
                     self._stale[state.user_id] = None
@@ -265,10 +273,10 @@ class ServedModel:
         """The state of a user who is held."""
         return self._pool.state(user) if user in self._pool else self._guests[user]
 
-    def _acceptable(self, state: UserState) -> bool:
+    def _acceptable(self, state: UserState, doubted: Standing | None) -> bool:
         """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
         held = self._standing.get(state.user_id)
-        return (held is None or held.precedes(Standing.of(state))) and self._fits(state)
+        return (held is None or held == doubted or held.precedes(Standing.of(state))) and self._fits(state)
 
     def _fits(self, state: UserState) -> bool:
         return all(

@@ -250,7 +250,7 @@ class TestOutages:
         await watched.replica.start()
         put, failures = watched.model.put, iter(range(2))
 
-        def put_later(states: list[UserState]) -> None:
+        def put_later(states: list[UserState], *doubted: Any) -> None:
             if next(failures, None) is not None:
                 raise KeyError("unheard of")
             put(states)
