@@ -138,10 +138,12 @@ async def test_nothing_lost(shop: Workshop, valkey: OwnValkey, watched: Watched)
 
 
 async def test_an_epoch_that_the_store_has_lost(shop: Workshop, valkey: OwnValkey, watched: Watched) -> None:
+    [moved], [looked_up] = in_partition(shop, 0, 1), in_partition(shop, 1, 1)
     await publish_epoch(shop, 0, 0)
     await publish_epoch(shop, 1, 16)
-    await shop.learn({"a": 1, "b": 1})
-    await watched.serves("a", 1)
+    await shop.learn({moved: 1, looked_up: 1})
+    await watched.serves(moved, 1)
+    await watched.serves(looked_up, 1)
 
     async def serves_epoch(number: int, scale: float) -> bool:
         shared = watched.model._shared["scale"].numpy()
@@ -150,12 +152,13 @@ async def test_an_epoch_that_the_store_has_lost(shop: Workshop, valkey: OwnValke
     await soon(lambda: serves_epoch(1, 2.0))
     valkey.keep()
     await publish_epoch(shop, 2, 32)
-    await move_to_epoch(shop, "a", 2)
-    await watched.serves("a", 1, epoch=2)
+    await move_to_epoch(shop, moved, 2)
+    await watched.serves(moved, 1, epoch=2)
+    watched.model.put([state_of(watched.model, looked_up, 1, epoch=2)])  # ahead of the log, just before the crash
     await set_back(shop, valkey)
     await soon(lambda: serves_epoch(1, 2.0))
-    await same_as_stored(watched, "a", "b")
-    assert watched.model.holds("a") == Standing(0, 1, 1)
+    await same_as_stored(watched, moved, looked_up)
+    assert watched.model.holds(moved) == watched.model.holds(looked_up) == Standing(0, 1, 1)
     # Another epoch of the number that was lost.
     tensors = {name: tensor.numpy() for name, tensor in watched.model.learner.initial_shared().items()}
     tensors["scale"] = np.full_like(tensors["scale"], 9.0)
