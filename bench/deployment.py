@@ -62,6 +62,7 @@ class Deployment:
             **kept,
             "METABAN_DATA_DIR": str(self.data_dir),
             "METABAN_LOG_FORMAT": "json",
+            "METABAN_DRAIN_S": "0",
             **self._environment,
         }
         with self._log.open("wb") as log:

@@ -78,7 +78,8 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 
   curl -s localhost:8000/feedback -H 'Content-Type: application/json' -d \\
     '{"decision_id": "…", "reward": 1}'
 
-Ctrl-C and SIGTERM stop in order: no new requests, those under way, the worker, the private Valkey.
+Ctrl-C and SIGTERM stop in order: requests are served for METABAN_DRAIN_S more while /health/ready sends them elsewhere
+(a second signal skips that), those under way are finished, then the worker, the private Valkey.
 """
 )
 def serve(

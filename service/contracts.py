@@ -44,7 +44,7 @@ class RecommendCommand:
 @final
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A decision as it was recorded."""
+    """A decision as it was answered."""
 
     decision_id: str
     items: tuple[DecidedItem, ...]
@@ -55,6 +55,8 @@ class Recommendation:
     cold_start: str | None
     #: The decision was made by an earlier request with the same decision_id.
     replayed: bool
+    #: The decision is in the store, for certain; otherwise no reward can be learned for it.
+    logged: bool = True
 
 
 @final
@@ -107,3 +109,5 @@ class CheckResult:
 
     ok: bool
     detail: str
+    #: Whether requests cannot be answered without it.
+    vital: bool = True

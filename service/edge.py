@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast, final
 
 from fastapi import FastAPI, Request
@@ -22,6 +23,8 @@ class Edge:
     settings: Settings
     engine: Engine
     metrics: Metrics
+    #: Set when the service was told to stop, while it still answers.
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def attach_edge(app: FastAPI, edge: Edge) -> None:
@@ -31,4 +34,9 @@ def attach_edge(app: FastAPI, edge: Edge) -> None:
 
 def edge_of(request: Request) -> Edge:
     """The parts of the app that serves this request."""
-    return cast(Edge, request.app.state.edge)
+    return edge_in(request.app)
+
+
+def edge_in(app: FastAPI) -> Edge:
+    """The parts of an app."""
+    return cast(Edge, app.state.edge)

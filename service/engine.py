@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self, final
-from urllib.parse import quote
+from typing import Final, Self, final
 from uuid import uuid4
 
 import numpy as np
@@ -19,6 +17,7 @@ from models.features import FeatureError, FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import LearnerSettings, stored_settings
 from models.threads import use_threads
+from service.breaker import StoreBreaker
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
@@ -28,20 +27,25 @@ from service.contracts import (
     RewardCommand,
     UserDescription,
 )
-from service.errors import DecisionConflict, InvalidInput
+from service.errands import Errands
+from service.errors import InvalidInput, Unavailable
 from service.metrics import Metrics
+from service.records import now_ms, recommendation_of, reward_event
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
-from store.connection import Confirmation, ServerInfo, check_server, connect
+from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
-from store.errors import NamespaceConflict, StoreError
+from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import Enqueued, EventStream, RewardEvent
 from store.failpoints import reach
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
+
+#: Connections to the store beside those that follow the partitions' logs.
+REQUEST_CONNECTIONS: Final = 128
 
 log = structlog.get_logger()
 
@@ -64,9 +68,12 @@ class Engine:
         self._settings = settings
         self._metrics = metrics
         self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
-        self._redis = connect(redis_url)
+        self._redis = connect(redis_url, max_connections=REQUEST_CONNECTIONS + settings.partitions)
         # Connections of their own: those that wait for a replica that hangs must leave some to everyone else.
         self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
+        # One of its own, so that a probe never waits for those whom the store keeps waiting.
+        self._probing = connect(redis_url, max_connections=1)
+        self._breaker = StoreBreaker(self._probe)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
@@ -100,30 +107,39 @@ class Engine:
         )
         if self._record.layout is not None:
             self._serving = await self._open(FeatureLayout.from_json(self._record.layout))
+        self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
 
     async def stop(self) -> None:
         """Let go of the store; what was acknowledged is in it."""
+        await self._breaker.stop()
         if self._serving is not None:
             await self._serving.replica.stop()
         self._compute.shutdown()
         await self._redis.aclose()
         await self._confirming.aclose()
+        await self._probing.aclose()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
-        """Choose arms for a user and record the decision before answering."""
-        if command.decision_id is not None:
-            earlier = await self._decisions.get(command.decision_id)
-            if earlier is not None:
-                return _recommendation(earlier, command.fingerprint, replayed=True)
+        """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
+        store = Errands(self._breaker, go_on=self._settings.store_outage == "serve")
         decision_id = command.decision_id or uuid4().hex
+        if command.decision_id is not None:
+            earlier = await store.run(lambda: self._decisions.get(decision_id))
+            if earlier is not None:
+                return recommendation_of(earlier, command.fingerprint, replayed=True)
         features = [arm.features for arm in command.arms]
         try:
-            serving = self._serving or await self._first_layout(command)
+            serving = self._serving or await self._begin(command)
             inputs = assemble(serving.layout, features, command.context)
         except FeatureError as error:
             raise InvalidInput(error.field, error.message) from error
-        loaded = await serving.replica.ensure(command.user_id)
+        loaded = None
+        if command.user_id not in serving.replica:
+            # Not found, or not to be asked for now: the meta-learner answers.
+            states = await store.run(lambda: self._users.load([command.user_id])) or {}
+            await serving.replica.take(states.values())
+            loaded = states.get(command.user_id)
         scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
@@ -154,27 +170,30 @@ class Engine:
             epoch=scores.epoch,
             user_version=scores.user_events,
             cold_start=None if scores.user_events else "meta",
-            created_ms=_now_ms(),
+            created_ms=now_ms(),
             incarnation=scores.incarnation,
         )
         # Whoever raced us with the same id and was first has decided for both.
-        standing = await self._decisions.put(decision)
-        return _recommendation(standing, command.fingerprint, replayed=standing is not decision)
+        standing = await store.run(lambda: self._decisions.put(decision))
+        if standing is None:
+            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
+        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
         ids = list(dict.fromkeys(command.decision_id for command in commands))
-        found = dict(zip(ids, await asyncio.gather(*map(self._decisions.get, ids)), strict=True))
+        decisions = await self._breaker.call(lambda: asyncio.gather(*map(self._decisions.get, ids)))
+        found = dict(zip(ids, decisions, strict=True))
         events: dict[int, RewardEvent] = {}
         rejected: dict[int, Rejection] = {}
         for index, command in enumerate(commands):
-            outcome = _event(command, found[command.decision_id], index)
+            outcome = reward_event(command, found[command.decision_id], index)
             if isinstance(outcome, Rejection):
                 rejected[index] = outcome
             else:
                 events[index] = outcome
         reach("server-before-enqueue")
-        answers = await self._events.enqueue(list(events.values())) if events else []
+        answers = await self._breaker.call(lambda: self._events.enqueue(list(events.values()))) if events else []
         reach("server-after-enqueue")
         stored = dict(zip(events, answers, strict=True))
         for index, entry in stored.items():
@@ -194,11 +213,14 @@ class Engine:
             return False
         replica = self._serving.replica
         known = entry.status == "accepted" or replica.saw(entry.partition, entry.entry_id)
-        if not known and not await self._events.exists(entry.partition, entry.entry_id):
+        if not known and not await self._breaker.call(lambda: self._events.exists(entry.partition, entry.entry_id)):
             # Finished before this process was told of it, perhaps before it was started.
-            state = await replica.refresh(event.user_id)
-            began_anew = (state.incarnation if state else 0) != event.incarnation
-            return not began_anew and not await self._events.buried(entry.partition, entry.entry_id)
+            states = await self._breaker.call(lambda: self._users.load([event.user_id]))
+            await replica.take(states.values())
+            began_anew = event.user_id in states and states[event.user_id].incarnation != event.incarnation
+            return not began_anew and not await self._breaker.call(
+                lambda: self._events.buried(entry.partition, entry.entry_id)
+            )
         return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
 
     @property
@@ -209,7 +231,7 @@ class Engine:
     async def describe_user(self, user_id: str) -> UserDescription | None:
         """What is stored of a user; None for one never seen."""
         summary = await self._users.summary(user_id)
-        resident = self._serving is not None and self._serving.replica.resident(user_id)
+        resident = self._serving is not None and user_id in self._serving.replica
         return None if summary is None else UserDescription(summary, resident)
 
     async def forget_user(self, user_id: str) -> int:
@@ -224,16 +246,24 @@ class Engine:
 
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""
-        checks = {"store": await self._check_store()}
+        await self._breaker.check()
+        # What is in memory answers requests without the store, if it may.
+        vital = self._serving is None or self._settings.store_outage == "refuse"
+        away = self._breaker.away
+        if away is None:
+            checks = {"store": CheckResult(True, "answers")}
+        else:
+            checks = {"store": CheckResult(False, str(away), vital=vital or isinstance(away, StoreReset))}
         if self._serving is not None:
             healthy = self._serving.replica.healthy
-            checks["replica"] = CheckResult(healthy, "follows the updates" if healthy else "is behind the updates")
+            detail = "follows the updates" if healthy else "is behind the updates"
+            checks["replica"] = CheckResult(healthy, detail, vital=vital)
         return checks
 
     async def refresh_gauges(self) -> None:
         """Bring the gauges that live in the store up to date."""
-        self._metrics.backlog.set(await self._events.backlog())
-        for name, value in (await self._users.counters()).items():
+        self._metrics.backlog.set(await self._breaker.call(self._events.backlog))
+        for name, value in (await self._breaker.call(self._users.counters)).items():
             self._metrics.events.labels(name).set(value)
 
     def _confirmation(self, info: ServerInfo) -> Confirmation | None:
@@ -245,14 +275,24 @@ class Engine:
             log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
         return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
-    async def _check_store(self) -> CheckResult:
-        try:
-            record = await self._namespaces.load(self._record.name)
-        except StoreError as error:
-            return CheckResult(False, f"does not answer: {error}")
+    async def _probe(self) -> None:
+        """Whether the store is still ours; after an outage, whether it takes decisions too."""
+        record = await Namespaces(self._probing).load(self._record.name)
         if record is None or record.store_epoch != self._record.store_epoch:
-            return CheckResult(False, "lost this namespace or is another store: restart the service to begin anew")
-        return CheckResult(True, "answers")
+            raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
+        if self._breaker.away is not None:
+            await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
+            # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
+            await drop_idle(self._redis)
+
+    async def _begin(self, command: RecommendCommand) -> Serving:
+        """Start to serve by what the first request shows; that takes a store."""
+        try:
+            return await self._breaker.call(lambda: self._first_layout(command))
+        except StoreUnavailable as error:
+            raise Unavailable(
+                "The store does not answer, and nothing is in memory yet to decide from; try again later."
+            ) from error
 
     async def _first_layout(self, command: RecommendCommand) -> Serving:
         """Fix the feature layout by the first request; of several first requests one wins."""
@@ -316,49 +356,3 @@ class Engine:
             if current is None or current.revision == record.revision:
                 raise
             return await self._reconcile(current, wanted)
-
-
-def _event(command: RewardCommand, decision: Decision | None, index: int) -> RewardEvent | Rejection:
-    if decision is None:
-        return Rejection(index, "unknown-decision", "no such decision, or its reward window is over")
-    arms = {item.arm_id: place for place, item in enumerate(decision.items)}
-    arm_id = command.arm_id
-    if arm_id is None:
-        if len(arms) > 1:
-            return Rejection(index, "arm-required", f"the decision chose {len(arms)} arms: name one in arm_id")
-        arm_id = decision.items[0].arm_id
-    if arm_id not in arms:
-        return Rejection(index, "unknown-arm", "the decision did not choose this arm")
-    item = decision.items[arms[arm_id]]
-    return RewardEvent(
-        # A colon may stand in both ids; quoted, it ends the first.
-        event_id=command.event_id or f"{quote(decision.decision_id)}:{arm_id}",
-        decision_id=decision.decision_id,
-        user_id=decision.user_id,
-        arm_id=arm_id,
-        features=decision.features[arms[arm_id]],
-        reward=command.reward,
-        propensity=item.propensity,
-        epoch=decision.epoch,
-        decided_ms=decision.created_ms,
-        received_ms=_now_ms(),
-        phi=decision.phi[arms[arm_id]],
-        incarnation=decision.incarnation,
-    )
-
-
-def _recommendation(decision: Decision, fingerprint: str, *, replayed: bool) -> Recommendation:
-    if decision.fingerprint != fingerprint:
-        raise DecisionConflict("this decision_id belongs to a request with another body")
-    return Recommendation(
-        decision_id=decision.decision_id,
-        items=decision.items,
-        policy=decision.policy,
-        model_version=decision.epoch,
-        cold_start=decision.cold_start,
-        replayed=replayed,
-    )
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1_000)

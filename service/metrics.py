@@ -37,6 +37,11 @@ class Metrics:
         self.replayed_decisions = Counter(
             "metaban_replayed_decisions", "Recommendations answered from an earlier decision.", registry=registry
         )
+        self.unlogged_decisions = Counter(
+            "metaban_unlogged_decisions",
+            "Recommendations that could not be recorded: no reward can be learned for them.",
+            registry=registry,
+        )
         self.rewards = Counter(
             "metaban_rewards",
             "Rewards received, by outcome: accepted, duplicate or rejected.",
@@ -65,12 +70,14 @@ class Metrics:
         for outcome in ("accepted", "duplicate", "rejected"):
             self.rewards.labels(outcome)  # shown as 0 before the first one, so that rates start right
 
-    def count_decision(self, policy: str, cold_start: str | None, *, replayed: bool) -> None:
+    def count_decision(self, policy: str, cold_start: str | None, *, replayed: bool, logged: bool) -> None:
         """One answer of POST /recommend."""
         if replayed:
             self.replayed_decisions.inc()
         else:
             self.decisions.labels(policy, cold_start or "none").inc()
+        if not logged:
+            self.unlogged_decisions.inc()
 
     def count_rewards(self, *, accepted: int, duplicates: int, rejected: int) -> None:
         """One answer of POST /feedback."""

@@ -1,8 +1,10 @@
 """Keeps the served parameters fresh: tails the update logs, loads what moved, checks it, swaps it in.
 
 A user fitted under an epoch that is not published yet waits for that epoch: parameters of two epochs are not mixed
-where one changes the inputs. After an outage, or when a log was trimmed past our place in it, versions are compared
-instead.
+where one changes the inputs. When a log was trimmed past our place in it, versions are compared instead.
+
+After an outage they are compared too, and what the store has is served even where it is older: restarted, it may have
+lost its latest writes.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import TypeVar, final
 import structlog
 
 from service.metrics import Metrics
-from service.served import BRIEFS_A_TURN, ServedModel
+from service.served import BRIEFS_A_TURN, NOTHING_DOUBTED, ServedModel, Standing
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreError, StoreUnavailable
-from store.users import UpdateEntry, UserState, UserStore
+from store.users import BEFORE_ALL, UpdateEntry, UserState, UserStore
 
 #: Longest wait for news; also how long a stop may take.
 TAIL_BLOCK_MS = 1_000
@@ -60,6 +62,8 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._failing: set[str] = set()
+        self._outages = 0
+        self._epoch: tuple[int, int] | None = None  # number and time of the epoch that was adopted last
         self._applied: dict[int, int] = {}
         self._seen: OrderedDict[tuple[int, str], None] = OrderedDict()
         self._waiters: dict[tuple[int, str], set[asyncio.Future[None]]] = {}
@@ -98,19 +102,17 @@ class Replica:
         if self._briefing is not None:
             await self._briefing
 
-    async def ensure(self, user: str) -> UserState | None:
-        """Have a user's state at hand if they have one; what had to be loaded for it."""
-        return None if user in self._model else await self.refresh(user)
-
-    async def refresh(self, user: str) -> UserState | None:
-        """Serve the newest state of a user now, if they have one."""
-        states = await self._users.load([user])
-        await self._put(states.values())
-        return states.get(user)
-
-    def resident(self, user: str) -> bool:
-        """Whether a user's state is in memory."""
+    def __contains__(self, user: str) -> bool:
+        """Whether a user is served from memory."""
         return user in self._model
+
+    async def take(self, states: Iterable[UserState]) -> None:
+        """Serve states that were just loaded."""
+        await self._put(states)
+
+    async def refresh(self, user: str) -> None:
+        """Serve the newest state of a user now, if they have one."""
+        await self.take((await self._users.load([user])).values())
 
     def saw(self, partition: int, entry_id: str) -> bool:
         """Whether an event's application came by in the log lately."""
@@ -146,17 +148,18 @@ class Replica:
 
     async def _follow(self, partition: int) -> None:
         place = f"partition {partition}"
+        compared = 0
         while not self._stopping:
             try:
-                if place in self._failing and await self._users.gap(partition, self._cursors[partition]):
-                    head = await self._users.log_head(partition)
-                    await self._resync(partition)
-                    self._cursors[partition] = head
+                # An outage that any follower noticed: the others may have slept through a restart.
+                if (outages := self._outages) != compared:
+                    await self._compare(partition)
+                    compared = outages
                 self._recovered(place)
                 cursor = self._cursors[partition]
                 entries = await self._users.tail(partition, cursor, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
                 # So far behind that lines may have been trimmed, and not every line counts events: see `_missed`.
-                if len(entries) >= TAIL_ENTRIES and await self._users.gap(partition, cursor):
+                if len(entries) >= TAIL_ENTRIES and not await self._users.logged(partition, cursor):
                     await self._resync(partition)
                 if entries:
                     self._news[partition] = entries
@@ -165,10 +168,13 @@ class Replica:
                 await self._pause(place, error)
 
     async def _follow_epochs(self, cursor: str) -> None:
+        compared = 0
         while not self._stopping:
             try:
-                if "epochs" in self._failing:
+                if (outages := self._outages) != compared or "epochs" in self._failing:
+                    cursor = await self._epochs.log_head()
                     await self._adopt_current()
+                    compared = outages
                 self._recovered("epochs")
                 published = await self._epochs.tail(cursor, TAIL_BLOCK_MS)
                 if published:
@@ -185,6 +191,8 @@ class Replica:
             log.error("replica cannot follow", following=place, exc_info=error)
         elif not self._failing:
             log.warning("replica fell behind", following=place, error=str(error))
+        if isinstance(error, StoreUnavailable) and place not in self._failing:
+            self._outages += 1
         self._failing.add(place)
         await asyncio.sleep(UNAVAILABLE_PAUSE_S)
 
@@ -233,25 +241,26 @@ class Replica:
         named = sum(len(entry.entry_ids) for entry in entries)
         return self._applied.get(partition, 0) + named < entries[-1].applied
 
-    async def _load(self, users: Iterable[str]) -> set[str]:
+    async def _load(self, users: Iterable[str], *, older_too: bool = False) -> set[str]:
         """Load users and serve them; returns those fitted under an epoch that is not served yet."""
         ids = list(users)
         early: set[str] = set()
         for start in range(0, len(ids), LOAD_USERS):
             # Asked again for each part: the pool may be full by now.
             part = [user for user in ids[start : start + LOAD_USERS] if self._model.wants(user)]
-            early |= await self._put((await self._users.load(part)).values())
+            doubted = self._held(part) if older_too else {}
+            early |= await self._put((await self._users.load(part)).values(), doubted)
         self._defer(dict.fromkeys(early, ()))
         return early
 
-    async def _put(self, states: Iterable[UserState]) -> set[str]:
+    async def _put(self, states: Iterable[UserState], doubted: Mapping[str, Standing] = NOTHING_DOUBTED) -> set[str]:
         served = self._model.epoch_number
         ready = [state for state in states if state.epoch <= served]
         early = {state.user_id for state in states if state.epoch > served}
         # Whoever began anew is not served as they were before while their new state waits.
         await self._begin((state.user_id, state.incarnation) for state in states if state.user_id in early)
         if ready:
-            await self._run(lambda: self._model.put(ready))
+            await self._run(lambda: self._model.put(ready, doubted))
             self._brief_soon()
         return early
 
@@ -260,6 +269,16 @@ class Replica:
         pairs = [(user, incarnation) for user, incarnation in began if incarnation]
         if pairs:
             await self._run(lambda: self._model.begin(pairs))
+
+    def _held_in(self, partition: int) -> set[str]:
+        return {user for user in self._model.users() if self._users.partition_of(user) == partition}
+
+    def _drop(self, users: Iterable[str]) -> None:
+        for user in users:
+            self._model.remove(user)
+
+    def _held(self, users: Iterable[str]) -> dict[str, Standing]:
+        return {user: standing for user in users if (standing := self._model.holds(user)) is not None}
 
     def _brief_soon(self) -> None:
         """Have the model prepare for whoever is likely to ask next, a few users at a time between requests."""
@@ -270,44 +289,73 @@ class Replica:
         while await self._run(lambda: self._model.refresh(BRIEFS_A_TURN)) and not self._stopping:
             pass
 
-    async def _resync(self, partition: int) -> None:
-        """Compare versions with the store's, and load what differs."""
+    async def _compare(self, partition: int) -> None:
+        """Serve what the store has after an outage.
+
+        While our place in the log is there, all before it is too, and versions tell the rest. Where it is not, the
+        store may have lost what it wrote last, and the same versions may mean other events by now.
+        """
+        head, cursor = await self._users.log_head(partition), self._cursors[partition]
+        if cursor == BEFORE_ALL or await self._users.logged(partition, cursor):
+            await self._resync(partition)
+            return
+        log.warning("replica lost its place", partition=partition)
+        await self._run(lambda: self._model.doubt_beginnings(lambda user: self._users.partition_of(user) == partition))
+        await self._resync(partition, trust_versions=False)
+        self._cursors[partition] = head
+        for entry in [entry for entry in self._seen if entry[0] == partition]:
+            del self._seen[entry]
+
+    async def _resync(self, partition: int, *, trust_versions: bool = True) -> None:
+        """Compare versions with the store's, load what differs, be it older, and drop whom it does not have."""
+        held = await self._run(lambda: self._held_in(partition))
         versions = await self._users.versions(partition)
         applied = await self._users.applied()
+        if gone := held - versions.keys():
+            # Whoever has come back since is loaded again when asked about.
+            await self._run(lambda: self._drop(gone))
         await self._begin((user, incarnation) for user, (incarnation, version) in versions.items() if not version)
         moved = []
-        for user, (incarnation, version) in versions.items():
-            held = self._model.holds(user)
-            if held is not None and (held.incarnation, held.version) == (incarnation, version):
-                continue
-            if version and self._model.wants(user):
+        for user, stored in versions.items():
+            standing = self._model.holds(user)
+            same = standing is not None and (standing.incarnation, standing.version) == stored
+            if stored[1] and not (same and trust_versions) and self._model.wants(user):
                 moved.append(user)
-        await self._load(sorted(moved))
+        await self._load(sorted(moved), older_too=True)
         self._applied[partition] = applied[partition]
 
     async def _adopt_current(self) -> None:
         """Serve the newest epoch, with the users that were waiting for it or have to change with it."""
         async with self._adopting:
             epoch = await self._epochs.current()
-            if epoch is None or epoch.number <= self._model.epoch_number:
+            if epoch is None or self._serves(epoch):
                 return
-            refitted = self._model.learner.refit_due(self._model.epoch_events, epoch.events)
+            # Numbers only grow, unless the store lost the epoch that we serve, and users fitted under it.
+            lost = epoch.number <= self._model.epoch_number
             wanted = {user for user in epoch.members if user not in self._model}
-            if refitted:
+            if lost or self._model.learner.refit_due(self._model.epoch_events, epoch.events):
                 wanted |= set(self._model.users())
+            doubted = self._held(wanted) if lost else {}
             states: list[UserState] = []
             ordered = sorted(wanted | set(self._deferred))
             for start in range(0, len(ordered), LOAD_USERS):
                 states += (await self._users.load(ordered[start : start + LOAD_USERS])).values()
-            if not await self._run(lambda: self._swap(epoch, states)):
+            if not await self._run(lambda: self._swap(epoch, states, doubted)):
                 log.error("epoch refused", number=epoch.number, reason="not finite; the one before stays served")
                 return
+            self._epoch = (epoch.number, epoch.created_ms)
             self._brief_soon()
             self._metrics.served_epoch.set(epoch.number)
             await self._serve_deferred()
             log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))
         async with self._epoch_changed:
             self._epoch_changed.notify_all()
+
+    def _serves(self, epoch: Epoch) -> bool:
+        if self._epoch is None:
+            # The first epoch is what a model is made with.
+            return epoch.number <= self._model.epoch_number
+        return self._epoch == (epoch.number, epoch.created_ms)
 
     async def _serve_deferred(self) -> None:
         """Load once more whoever waited for this epoch: some may have come to wait while it was being adopted."""
@@ -327,10 +375,10 @@ class Replica:
         for user, entries in waiting.items():
             self._deferred.setdefault(user, []).extend(entries)
 
-    def _swap(self, epoch: Epoch, states: list[UserState]) -> bool:
+    def _swap(self, epoch: Epoch, states: list[UserState], doubted: Mapping[str, Standing]) -> bool:
         adopted = self._model.adopt_epoch(epoch.number, epoch.events, epoch.tensors, epoch.members)
         if adopted:
-            self._model.put([state for state in states if state.epoch <= epoch.number])
+            self._model.put([state for state in states if state.epoch <= epoch.number], doubted)
         return adopted
 
     def _settle(self, entries: Iterable[tuple[int, str]]) -> None:

@@ -165,6 +165,7 @@ class RecommendResponse(BaseModel):
                     "policy": "ucb-floor",
                     "model_version": 7,
                     "cold_start": None,
+                    "logged": True,
                     "took_ms": 1.9,
                 }
             ]
@@ -177,6 +178,9 @@ class RecommendResponse(BaseModel):
     model_version: int = Field(description="The epoch of the shared parameters; grows as the service learns.")
     cold_start: str | None = Field(
         description="`meta` when the user has no rewards yet and the meta-learner answered; null otherwise."
+    )
+    logged: bool = Field(
+        description="Whether the decision is recorded. False while the store is away: no reward can be learned for it."
     )
     took_ms: float = Field(description="Milliseconds from the arrival of the body to the answer.")
 
@@ -265,7 +269,9 @@ class LiveResponse(BaseModel):
 class ReadyResponse(BaseModel):
     """Whether traffic may be sent here, and why not."""
 
-    status: Literal["ready", "not ready"]
+    status: Literal["ready", "degraded", "not ready"] = Field(
+        description="`degraded`: recommendations are answered from memory and not recorded, rewards are refused."
+    )
     checks: dict[str, CheckOut]
 
 

@@ -7,10 +7,11 @@ which single look-ups answer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -73,6 +74,10 @@ class Standing:
     def precedes(self, other: Standing) -> bool:
         """Whether `other` is at least as new."""
         return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
+
+
+#: No state is in doubt: newer ones replace older ones.
+NOTHING_DOUBTED: Final[Mapping[str, Standing]] = MappingProxyType({})
 
 
 @final
@@ -146,16 +151,17 @@ class ServedModel:
                 self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()})
         return True
 
-    def put(self, states: Sequence[UserState]) -> None:
+    def put(self, states: Sequence[UserState], doubted: Mapping[str, Standing] = NOTHING_DOUBTED) -> None:
         """Take over states that are as new as what is held; a state that does not fit the learner is refused.
 
-        Of a forgotten user nothing is held any more.
+        Who is still held as `doubted` says is replaced by an older state too. Of a forgotten user nothing is held any
+        more.
         """
         pooled: dict[str, UserState] = {}
         for state in states:
             if state.forgotten:
                 self.begin([(state.user_id, state.incarnation)])
-            elif self._acceptable(state):
+            elif self._acceptable(state, doubted.get(state.user_id)):
                 self._standing[state.user_id] = Standing.of(state)
                 if state.user_id in self._briefs:
                     self._stale[state.user_id] = None
@@ -180,6 +186,11 @@ class ServedModel:
                 self.remove(user)
         while len(self._began) > BEGAN_MAX:
             self._began.popitem(last=False)
+
+    def doubt_beginnings(self, concerned: Callable[[str], bool]) -> None:
+        """Take any incarnation of these users again: the store may have lost that they began anew."""
+        for user in [user for user in self._began if concerned(user)]:
+            del self._began[user]
 
     def remove(self, user: str) -> None:
         """Let go of a user."""
@@ -290,10 +301,10 @@ class ServedModel:
         """The state of a user who is held."""
         return self._pool.state(user) if user in self._pool else self._guests[user]
 
-    def _acceptable(self, state: UserState) -> bool:
+    def _acceptable(self, state: UserState, doubted: Standing | None) -> bool:
         """Newer than what is held, of the right shape and finite: bad parameters must not replace good ones."""
         held = self._standing.get(state.user_id)
-        newer = held is None or held.precedes(Standing.of(state))
+        newer = held is None or held == doubted or held.precedes(Standing.of(state))
         return newer and state.incarnation >= self._began.get(state.user_id, 0) and self._fits(state)
 
     def _fits(self, state: UserState) -> bool:

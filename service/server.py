@@ -1,7 +1,7 @@
 """Runs everything `metaban serve` consists of in one process and one child, and stops it in order.
 
 start:  socket bound → store (private Valkey) → worker → engine → requests
-stop:   requests → engine → worker → store
+stop:   drained (service.drain) → engine → worker → store
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import uvloop
 from fastapi import FastAPI
 
 from service.app import create_app
+from service.drain import DrainingServer
+from service.edge import edge_in
 from service.metrics import Metrics
 from service.protocol import BoundedHeadProtocol
 from service.settings import Settings
@@ -29,7 +31,7 @@ from service.supervisor import Supervisor
 from store.connection import check_server, connect
 from store.embedded import EmbeddedServer
 
-#: How long answers under way may take after the first signal to stop.
+#: How long answers under way may take once no new requests come.
 DRAIN_REQUESTS_S: Final = 10
 #: Connections the system keeps waiting while all are busy.
 ACCEPT_QUEUE: Final = 2048
@@ -123,10 +125,10 @@ def _run(settings: Settings, redis_url: str, listener: socket.socket, started: C
 
     metrics = Metrics()
     app = create_app(settings, Engine.from_settings(settings, redis_url, metrics), metrics)
-    uvloop.run(_serve_requests(app, listener, started))
+    uvloop.run(_serve_requests(app, listener, settings.drain_s, started))
 
 
-async def _serve_requests(app: FastAPI, listener: socket.socket, started: Callable[[], None]) -> None:
+async def _serve_requests(app: FastAPI, listener: socket.socket, drain_s: float, started: Callable[[], None]) -> None:
     config = uvicorn.Config(
         app,
         # The engine is started here, so that its errors arrive as they are and not as uvicorn's log lines.
@@ -143,7 +145,8 @@ async def _serve_requests(app: FastAPI, listener: socket.socket, started: Callab
         # uvicorn catches the signals while it runs, and when it is done raises them again for whoever is next.
         _ignore_signals()
         started()
-        await uvicorn.Server(config).serve(sockets=[listener])
+        server = DrainingServer(config, drain_s=drain_s, on_drain=edge_in(app).stopping.set)
+        await server.serve(sockets=[listener])
 
 
 async def _check_store(url: str) -> None:

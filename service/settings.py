@@ -140,6 +140,11 @@ class Settings(BaseSettings):
         default=5.0, gt=0, le=300, description="Longest wait of POST /feedback?wait=applied."
     )
 
+    store_outage: Literal["serve", "refuse"] = Field(
+        default="serve",
+        description="While the store is away: serve decides from memory without recording it, refuse answers 503.",
+    )
+
     # Requests
     max_body_bytes: int = Field(
         default=1_048_576, ge=1024, le=1_073_741_824, description="Longest request body that is read."
@@ -147,6 +152,12 @@ class Settings(BaseSettings):
     max_arms: int = Field(default=1000, ge=1, le=100_000, description="Arms in one request.")
     max_dimension: int = Field(
         default=4096, ge=1, le=1_000_000, description="Features of one arm, and of the learner's input."
+    )
+    drain_s: float = Field(
+        default=1.0,
+        ge=0,
+        le=600,
+        description="How long requests are still served after SIGTERM, while /health/ready sends them elsewhere.",
     )
 
     # Logs

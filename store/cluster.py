@@ -17,7 +17,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, ReadOnlyError
 
 from store.errors import StoreError, StoreUnavailable, translate_errors
-from store.node import Argument, Command, Confirmation, send
+from store.node import Argument, Command, Confirmation, close_idle, send
 
 Address: TypeAlias = tuple[str, int]
 
@@ -106,6 +106,10 @@ class Cluster:
         """The servers that follow others."""
         await self._look_up()
         return [self._node(address) for address in self._replicas]
+
+    def known(self) -> list[Redis]:
+        """The servers that were ever talked to."""
+        return list(self._nodes.values())
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -208,7 +212,7 @@ class Cluster:
         self._stale = False
         # What was sent to a server that left is still answered; connections nobody uses are closed.
         for address in self._nodes.keys() - set(owners.values()) - replicas.keys():
-            await self._nodes[address].connection_pool.disconnect(inuse_connections=False)
+            await close_idle(self._nodes[address])
 
 
 def _check_clustered(reply: Any, address: Address) -> None:

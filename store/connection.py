@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from store.cluster import Cluster, is_cluster_url, open_cluster
 from store.errors import CorruptRecord, StoreError, StoreUnavailable, translate_errors
-from store.node import Argument, Command, Confirmation, open_node, send, send_one
+from store.node import Argument, Command, Confirmation, close_idle, open_node, send, send_one
 
 __all__ = [
     "Argument",
@@ -31,6 +31,7 @@ __all__ = [
     "check_server",
     "command",
     "connect",
+    "drop_idle",
     "parse_entries",
     "pipeline",
     "pipeline_with_errors",
@@ -122,6 +123,12 @@ async def _check_node(node: Redis, *, in_cluster: bool) -> ServerInfo:
 def _place(node: Redis) -> str:
     settings = node.connection_pool.connection_kwargs
     return f" at {settings.get('host')}:{settings.get('port')}"
+
+
+async def drop_idle(redis: Store) -> None:
+    """Close the connections that nobody uses now; the next users make new ones."""
+    for node in [redis] if isinstance(redis, Redis) else redis.known():
+        await close_idle(node)
 
 
 async def command(redis: Store, name: str, *arguments: Argument) -> Any:

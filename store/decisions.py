@@ -130,6 +130,10 @@ class DecisionStore:
         stored = await command(self._redis, "GET", self._keys.decision(decision_id))
         return None if stored is None else Decision.decode(as_bytes(stored))
 
+    async def rehearse(self) -> None:
+        """Ask for a write that changes nothing, no decision having an empty id; refused whenever a write would be."""
+        await command(self._redis, "SET", self._keys.decision(""), b"", "XX")
+
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):

@@ -68,6 +68,11 @@ def open_node(url: str, *, socket_timeout_s: float, max_connections: int) -> Red
     return Redis.from_pool(pool)
 
 
+async def close_idle(node: Redis) -> None:
+    """Close the connections that nobody uses now; the next users make new ones."""
+    await node.connection_pool.disconnect(inuse_connections=False)
+
+
 @asynccontextmanager
 async def exchange(node: Redis) -> AsyncIterator[None]:
     """Talk to the server, driver errors translated.
@@ -79,7 +84,7 @@ async def exchange(node: Redis) -> AsyncIterator[None]:
         with translate_errors():
             yield
     except StoreUnavailable:
-        await node.connection_pool.disconnect(inuse_connections=False)
+        await close_idle(node)
         raise
 
 
@@ -104,7 +109,7 @@ async def send(node: Redis, commands: Sequence[Command], confirm: Confirmation |
         replies = await cast(Callable[..., Awaitable[list[Any]]], batch.execute)(raise_on_error=False)
     if any(isinstance(reply, ReadOnlyError) for reply in replies):
         # A primary no more. An address that moved on leads to the new one, yet only by new connections.
-        await node.connection_pool.disconnect(inuse_connections=False)
+        await close_idle(node)
     if confirm is not None:
         confirm.check(replies[-1])
     return replies[: len(commands)]

@@ -274,28 +274,14 @@ class UserStore:
 
     async def log_head(self, partition: int) -> str:
         """The cursor of the newest line of the update log."""
-        return await self._edge("XREVRANGE", partition, "+", "-")
-
-    async def first_cursor(self, partition: int) -> str:
-        """The cursor of the oldest line still in the update log."""
-        return await self._edge("XRANGE", partition, "-", "+")
-
-    async def gap(self, partition: int, cursor: str) -> bool:
-        """Whether lines after `cursor` may have been lost: a reader there must compare versions instead."""
         key = self._keys.update_log(partition)
-        first = await self.first_cursor(partition)
-        if first == BEFORE_ALL:
-            return cursor != BEFORE_ALL
-        if _order(cursor) >= _order(first):
-            return False
-        info = await command(self._redis, "XINFO", "STREAM", key)
-        pairs = info if isinstance(info, dict) else dict(zip(info[0::2], info[1::2], strict=True))
-        return as_int(pairs.get(b"entries-added")) > as_int(pairs.get(b"length"))
-
-    async def _edge(self, name: str, partition: int, start: str, end: str) -> str:
-        key = self._keys.update_log(partition)
-        rows = parse_entries(await command(self._redis, name, key, start, end, "COUNT", 1))
+        rows = parse_entries(await command(self._redis, "XREVRANGE", key, "+", "-", "COUNT", 1))
         return rows[0][0] if rows else BEFORE_ALL
+
+    async def logged(self, partition: int, cursor: str) -> bool:
+        """Whether a line is in the update log: neither trimmed nor lost by a server that was restarted."""
+        key = self._keys.update_log(partition)
+        return bool(await command(self._redis, "XRANGE", key, cursor, cursor, "COUNT", 1))
 
 
 def _undamaged(
@@ -325,9 +311,3 @@ def _decode_samples(ids: Sequence[str], replies: Sequence[Any]) -> dict[str, lis
         for user, reply in zip(ids, replies, strict=True)
         if reply
     }
-
-
-def _order(entry_id: str) -> tuple[int, int]:
-    """Stream ids compare as numbers, not as text."""
-    milliseconds, _, sequence = entry_id.partition("-")
-    return as_int(milliseconds), as_int(sequence or "0")

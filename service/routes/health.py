@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, Literal
 
 import structlog
 from fastapi import APIRouter, Depends, Request
@@ -38,18 +39,28 @@ async def live(request: Request) -> LiveResponse:
     responses={503: {"model": ReadyResponse, "description": "Not now; `checks` says why."}},
 )
 async def ready(request: Request) -> Response:
-    """200 when everything that answers requests is there, 503 otherwise."""
+    """200 when requests are answered, be it from memory alone (`degraded`); 503 otherwise, and when stopping."""
+    edge = edge_of(request)
     try:
         async with asyncio.timeout(READINESS_TIMEOUT_S):
-            checks = await edge_of(request).engine.readiness()
+            checks = await edge.engine.readiness()
     except TimeoutError:
         checks = {"engine": CheckResult(False, f"no answer within {READINESS_TIMEOUT_S:g} s")}
-    passed = all(check.ok for check in checks.values())
+    if edge.stopping.is_set():
+        checks["service"] = CheckResult(False, "is about to stop: send requests elsewhere")
+    status = _status(checks.values())
     answer = ReadyResponse(
-        status="ready" if passed else "not ready",
+        status=status,
         checks={name: CheckOut(ok=check.ok, detail=check.detail) for name, check in checks.items()},
     )
-    return Response(answer.model_dump_json(), 200 if passed else 503, media_type="application/json")
+    return Response(answer.model_dump_json(), 503 if status == "not ready" else 200, media_type="application/json")
+
+
+def _status(checks: Iterable[CheckResult]) -> Literal["ready", "degraded", "not ready"]:
+    failing = [check for check in checks if not check.ok]
+    if any(check.vital for check in failing):
+        return "not ready"
+    return "degraded" if failing else "ready"
 
 
 @router.get(

@@ -45,20 +45,24 @@ async def recommend(request: Request) -> Response:
     """Rank the arms by what the user, the users who agree with them, and all users together have taught the
     service, and choose `k` of them.
 
-    The decision is recorded before it is answered: send its id back with the reward. Arms may be explored rather
-    than exploited; `propensity` tells how likely each choice was.
+    The decision is recorded before it is answered: send its id back with the reward. While the store is away it is
+    not, and the answer says so in `logged`. Arms may be explored rather than exploited; `propensity` tells how likely
+    each choice was.
     """
     body = await read_body(request)
     arrived_s = time.perf_counter()
     edge = edge_of(request)
     decision = await edge.engine.recommend(recommend_command(parse_json(body), edge.settings))
-    edge.metrics.count_decision(decision.policy, decision.cold_start, replayed=decision.replayed)
+    edge.metrics.count_decision(
+        decision.policy, decision.cold_start, replayed=decision.replayed, logged=decision.logged
+    )
     answer = RecommendResponse(
         decision_id=decision.decision_id,
         items=[ItemOut(**asdict(item)) for item in decision.items],
         policy=decision.policy,
         model_version=decision.model_version,
         cold_start=decision.cold_start,
+        logged=decision.logged,
         took_ms=round((time.perf_counter() - arrived_s) * 1e3, 3),
     )
     return Response(answer.model_dump_json(), media_type="application/json")

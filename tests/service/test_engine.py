@@ -18,7 +18,7 @@ from service.engine import Engine
 from service.errors import DecisionConflict, InvalidInput
 from service.metrics import Metrics
 from service.settings import Settings, SettingsError, learner_settings
-from store.errors import NotReplicated, StoreError
+from store.errors import NotReplicated, StoreError, StoreReset
 from store.events import EventStream
 from store.keys import NamespaceKeys
 from store.namespaces import Namespaces
@@ -336,8 +336,12 @@ class TestHealth:
     async def test_a_store_that_forgot_everything(self, engine: Engine, client: Redis) -> None:
         await engine.recommend(ask(decision_id="d"))
         await client.flushall()
-        assert not (await engine.readiness())["store"].ok
-        assert (await engine.feedback([reward("d")], wait_applied=False)).rejected[0].code == "unknown-decision"
+        store = (await engine.readiness())["store"]
+        assert (store.ok, store.vital) == (False, True)
+        with pytest.raises(StoreReset):
+            await engine.feedback([reward("d")], wait_applied=False)
+        answer = await engine.recommend(ask(decision_id="e"))
+        assert (answer.logged, await client.dbsize()) == (False, 0), "nothing is written into another store"
 
 
 async def test_features_that_overflow_the_learner(make_engine: MakeEngine) -> None:

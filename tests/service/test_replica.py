@@ -166,15 +166,15 @@ class TestFollowing:
         await shop.learn({"b": 1, "a": 1}, first=10)
         await watched.serves("a", 2)
         assert watched.version("b") is None
-        await watched.replica.ensure("b")
+        await watched.replica.refresh("b")
         assert watched.version("b") == 1
         await shop.learn({"b": 1}, first=20)
         await watched.serves("b", 2)
 
-    async def test_ensure_of_someone_unknown(self, watch: Callable[..., Watched]) -> None:
+    async def test_a_look_for_someone_unknown(self, watch: Callable[..., Watched]) -> None:
         watched = watch()
         await watched.replica.start()
-        await watched.replica.ensure("nobody")
+        await watched.replica.refresh("nobody")
         assert watched.version("nobody") is None
 
     async def test_a_log_trimmed_past_our_place_while_we_slept(
@@ -251,7 +251,7 @@ class TestOutages:
         await watched.replica.start()
         put, failures = watched.model.put, iter(range(2))
 
-        def put_later(states: list[UserState]) -> None:
+        def put_later(states: list[UserState], *doubted: Any) -> None:
             if next(failures, None) is not None:
                 raise KeyError("unheard of")
             put(states)
