@@ -77,8 +77,7 @@ class Consumer:
             self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS
         )
         for delivery in stalled:
-            if self._stopping.is_set():
-                return
+            # All of them, even when told to stop meanwhile: what was claimed and left would stall once more.
             attempt = await self._streams.count_attempt(delivery)
             if attempt > SOLO_ATTEMPTS_MAX:
                 await self._give_up(delivery)
