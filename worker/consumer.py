@@ -29,7 +29,7 @@ STALLED_AFTER_MS = 2_000
 CLAIM_EVERY_S = 1.0
 CLAIM_EVENTS = 64
 #: Events inherited from the last reader; any others are found once they are stalled.
-INHERITED_EVENTS = 1_024
+INHERITED_EVENTS = 256
 #: Attempts on an event alone before it is given up. Attempts in a batch do not count: the fault may be a neighbour's.
 SOLO_ATTEMPTS_MAX = 5
 #: Pause after the store did not answer.
@@ -99,8 +99,7 @@ class Consumer:
 
     async def _try_alone(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
-            if self._stopping.is_set():
-                return
+            # All of them, even when told to stop meanwhile: what was claimed and left would wait once more.
             attempt = await self._streams.count_attempt(delivery, self._name)
             if attempt > SOLO_ATTEMPTS_MAX:
                 await self._give_up(delivery)

@@ -47,7 +47,7 @@ async def ready(request: Request) -> Response:
     except TimeoutError:
         checks = {"engine": CheckResult(False, f"no answer within {READINESS_TIMEOUT_S:g} s")}
     if edge.stopping.is_set():
-        checks["service"] = CheckResult(False, "is about to stop: send requests elsewhere")
+        checks = {**checks, "service": CheckResult(False, "is about to stop: send requests elsewhere")}
     status = _status(checks.values())
     answer = ReadyResponse(
         status=status,

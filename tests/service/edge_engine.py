@@ -27,6 +27,7 @@ class EdgeEngine:
         self.running = False
         self.error: Exception | None = None
         self.outcome = FeedbackOutcome(1, 0, (), None)
+        self.logged = True
         self.checks = {"store": CheckResult(True, "answers")}
 
     async def start(self) -> None:
@@ -43,7 +44,7 @@ class EdgeEngine:
             DecidedItem(arm.id, rank, 0.75, 0.5, 0.25, 0.98, 1)
             for rank, arm in enumerate(command.arms[: command.k], start=1)
         )
-        return Recommendation(command.decision_id or "d-1", items, "ucb-floor", 3, "meta", False)
+        return Recommendation(command.decision_id or "d-1", items, "ucb-floor", 3, "meta", False, self.logged)
 
     async def feedback(self, commands: list[RewardCommand], wait_applied: bool) -> FeedbackOutcome:
         self.calls.append(commands)

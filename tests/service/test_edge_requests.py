@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 import uvicorn
@@ -15,6 +16,7 @@ from edge_engine import EdgeEngine, edge
 
 from service.app import create_app
 from service.contracts import ArmInput, CheckResult, FeedbackOutcome, RecommendCommand, Rejection, RewardCommand
+from service.edge import edge_in
 from service.errors import DecisionConflict, InvalidInput, Overloaded
 from service.settings import Settings
 from store.errors import BacklogFull, CorruptRecord, StoreReset, StoreUnavailable
@@ -54,6 +56,7 @@ async def test_recommend(client: Any, engine: EdgeEngine) -> None:
         "policy": "ucb-floor",
         "model_version": 3,
         "cold_start": "meta",
+        "logged": True,
     }
     (command,) = engine.calls
     assert isinstance(command, RecommendCommand)
@@ -213,6 +216,38 @@ async def test_health(client: Any, engine: EdgeEngine) -> None:
         "status": "not ready",
         "checks": {"store": {"ok": True, "detail": "answers"}, "replica": {"ok": False, "detail": "is behind"}},
     }
+
+
+async def test_degraded_is_well_enough_for_traffic(client: Any, engine: EdgeEngine) -> None:
+    engine.checks["store"] = CheckResult(False, "away", vital=False)
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()) == (
+        200,
+        {"status": "degraded", "checks": {"store": {"ok": False, "detail": "away"}}},
+    )
+    engine.checks["replica"] = CheckResult(False, "is behind")
+    response = await client.get("/health/ready")
+    assert (response.status_code, response.json()["status"]) == (503, "not ready")
+
+
+async def test_about_to_stop(engine: EdgeEngine) -> None:
+    app = create_app(Settings(), engine)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+        assert (await client.get("/health/ready")).status_code == 200
+        edge_in(app).stopping.set()
+        response = await client.get("/health/ready")
+        assert (response.status_code, response.json()["status"]) == (503, "not ready")
+        assert not response.json()["checks"]["service"]["ok"]
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await client.post("/recommend", json=ASK)).status_code == 200
+
+
+async def test_a_decision_that_was_not_recorded(client: Any, engine: EdgeEngine) -> None:
+    engine.logged = False
+    assert (await client.post("/recommend", json=ASK)).json()["logged"] is False
+    lines = (await client.get("/metrics")).text.splitlines()
+    assert "metaban_unlogged_decisions_total 1.0" in lines
+    assert 'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 1.0' in lines
 
 
 async def test_metrics(client: Any, engine: EdgeEngine) -> None:

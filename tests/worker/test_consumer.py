@@ -105,6 +105,22 @@ class TestReading:
         assert await shop.pending() == 0
         assert await total(shop) in (0, 30)
 
+    async def test_a_stop_finishes_what_was_taken_over(self, shop: Workshop) -> None:
+        await shop.give([make_event("a", n) for n in range(10)], "gone")
+        await asyncio.sleep(0.1)  # they are stalled now
+        publisher = shop.publisher("c1")
+        publish: Callable[[int, Sequence[Delivery]], Any] = publisher.publish
+
+        async def stopped_meanwhile(partition: int, deliveries: Sequence[Delivery]) -> int | None:
+            shop.stopping.set()
+            outcome: int | None = await publish(partition, deliveries)
+            return outcome
+
+        publisher.publish = stopped_meanwhile  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            await shop.consumer("c1", publisher=publisher).run()
+        assert (await shop.pending(), await total(shop)) == (0, 10)
+
     async def test_a_lost_group_is_made_again_and_no_event_is_skipped(self, shop: Workshop) -> None:
         async with at_work(shop, "c1"):
             await shop.redis.xgroup_destroy(shop.keys.events(0), "learners")
