@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -177,6 +177,33 @@ async def test_a_script_whose_keys_are_in_two_places_waits(store: Store, servers
         assert await command(store, "GET", "{k3}here") == b"1"
 
 
+async def test_a_slot_that_moves_under_load_loses_and_doubles_nothing(store: Store, servers: ValkeyCluster):
+    """With the server's own migration, which moves a slot with its keys in one go."""
+    key = KEYS[1]
+    slot = key_slot(key.encode())
+    source = servers.node_of(slot)
+    target = servers.nodes[(servers.nodes.index(source) + 1) % NODES]
+    moved = asyncio.Event()
+
+    async def load() -> int:
+        added = 0
+        while not moved.is_set() or added % 50:
+            await command(store, "XADD", key, "*", "f", "v")
+            added += 1
+        return added
+
+    loads = [asyncio.create_task(load()) for _ in range(4)]
+    try:
+        for giver, taker in ((source, target), (target, source)):
+            start = ("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", taker.ask("CLUSTER", "MYID"))
+            await asyncio.to_thread(giver.ask, *start)
+            await asyncio.to_thread(eventually, lambda taker=taker: servers.node_of(slot) is taker, "the slot moves")
+    finally:
+        moved.set()
+        added = await asyncio.gather(*loads)
+    assert source.ask("XLEN", key) == sum(added) > 0
+
+
 async def test_a_lost_reply_never_repeats_a_command(open_store: Open, servers: ValkeyCluster):
     store = open_store(socket_timeout_s=0.3)
     key, other, _ = KEYS
@@ -322,55 +349,3 @@ class TestUrls:
     async def test_nor_is_a_cluster_a_server(self, open_store: Open, servers: ValkeyCluster):
         with pytest.raises(StoreError, match=r"redis\+cluster://"):
             await check_server(open_store(servers.nodes[0].url))
-
-
-def told(node: Valkey, follower: Valkey) -> bool:
-    """Whether a server knows that another is a replica."""
-    ranges = node.ask("CLUSTER", "SLOTS")
-    assert isinstance(ranges, list)
-    return follower.port in [each[1] for _, _, _, *followers in ranges for each in followers]
-
-
-class TestReplicas:
-    """A cluster in which a server has a replica, which takes its place."""
-
-    async def test_a_failover_is_followed(self, tmp_path: Path):
-        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-        follower = Valkey(tmp_path / "replica", *flags)
-        with running_cluster(tmp_path, "--cluster-require-full-coverage", "no") as servers, running(follower):
-            key = KEYS[0]
-            old = servers.node_of(key_slot(key.encode()))
-            old.ask("CLUSTER", "MEET", "127.0.0.1", follower.port, follower.bus)
-            primary_id = old.ask("CLUSTER", "MYID")
-            eventually(lambda: primary_id in follower.ask("CLUSTER", "NODES"), "they know each other")
-            follower.ask("CLUSTER", "REPLICATE", primary_id)
-            eventually(lambda: b"state=online" in old.ask("INFO", "replication"), "it follows")
-            old.ask("SET", key, "a replica that has got nothing yet is not told of")
-            eventually(lambda: all(told(node, follower) for node in servers.nodes), "everyone knows of it")
-            store = connect(servers.url, socket_timeout_s=4.0)
-            try:
-                info = await check_server(store)
-                assert (info.primaries, info.replicas) == (3, 0)  # two of them have none
-                follower.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-                with pytest.raises(StoreError, match="noeviction"):
-                    await check_server(store)
-                follower.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
-
-                await pipeline(store, [("SET", name, "before") for name in KEYS])
-                assert old.ask("WAIT", 1, 5_000) == 1
-                read = asyncio.create_task(command(store, "XREAD", "BLOCK", 1_900, "STREAMS", f"{{{key}}}log", "$"))
-                await asyncio.sleep(0.1)
-                follower.ask("CLUSTER", "FAILOVER")
-                eventually(lambda: b"role:master" in follower.ask("INFO", "replication"), "it takes over")
-                with suppress(StoreUnavailable):  # told that its server is none any more
-                    assert await read is None
-                await soon(lambda: command(store, "SET", key, "after"))
-                assert follower.ask("GET", key) == b"after"
-
-                old.kill()
-                for n in range(5):
-                    await soon(lambda n=n: pipeline(store, [("SET", name, n) for name in KEYS]))
-                assert follower.ask("GET", key) == b"4"
-                assert await pipeline(store, [("GET", name) for name in KEYS]) == [b"4"] * 3
-            finally:
-                await store.aclose()
