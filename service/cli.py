@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.cli import bench_app
+from service.cli_snapshot import snapshot_app
 from service.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def show_settings() -> None:
     stdout.print(table, soft_wrap=False)
 
 
+app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(bench_app, name="bench")
 
 

@@ -272,7 +272,7 @@ class Replica:
             epoch = await self._epochs.current()
             if epoch is None or epoch.number <= self._model.epoch_number:
                 return
-            refitted = self._model.learner.refit_due(self._model.epoch_events, epoch.events)
+            refitted = epoch.refitted > self._model.epoch_number
             wanted = {user for user in epoch.members if user not in self._model}
             if refitted:
                 wanted |= set(self._model.users())

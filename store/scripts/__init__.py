@@ -15,7 +15,20 @@ from store.connection import Argument, pipeline_with_errors
 from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
-    "apply", "attempt", "bury", "enqueue", "keep", "lease", "namespace", "publish", "rebase", "release"
+    "apply",
+    "attempt",
+    "begin_restore",
+    "bury",
+    "collect",
+    "enqueue",
+    "finish_restore",
+    "keep",
+    "lease",
+    "namespace",
+    "publish",
+    "rebase",
+    "release",
+    "restore",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 
