@@ -112,6 +112,8 @@ def decode_chunk(blob: bytes) -> list[UserRecord]:
         samples = iter(_split(tensors["samples"], tensors["sample_ends"]))
         standings, counts = _integers(tensors["standings"], (len(users), 3)), tensors["sample_counts"]
         counts = _integers(counts, (len(users),))
+        if standings.min(initial=0) < 0:
+            raise CorruptRecord("a user of a chunk stands at a negative number")
         if len(states) != len(users) or counts.min(initial=0) < 0 or counts.sum() != len(tensors["sample_ends"]):
             raise CorruptRecord("a chunk does not hold as much as it says")
         return [
