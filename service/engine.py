@@ -33,6 +33,7 @@ from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
+from service.snapshots import SnapshotDesk
 from store.connection import check_server, connect
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
@@ -67,6 +68,7 @@ class Engine:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
         self._serving: Serving | None = None
+        self._desk: SnapshotDesk | None = None
 
     @classmethod
     def from_settings(cls, settings: Settings, redis_url: str, metrics: Metrics) -> Self:
@@ -90,12 +92,15 @@ class Engine:
         self._events = EventStream(
             self._redis, keys, dedupe_window_s=settings.dedupe_window_s, backlog_limit=settings.backlog_limit
         )
+        self._desk = SnapshotDesk(self._redis, settings, self._record)
         if self._record.layout is not None:
             self._serving = await self._open(FeatureLayout.from_json(self._record.layout))
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
 
     async def stop(self) -> None:
         """Let go of the store; what was acknowledged is in it."""
+        if self._desk is not None:
+            await self._desk.jobs.stop()
         if self._serving is not None:
             await self._serving.replica.stop()
         self._compute.shutdown()
@@ -183,9 +188,18 @@ class Engine:
             return not await self._events.buried(entry.partition, entry.entry_id)
         return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
 
+    @property
+    def snapshots(self) -> SnapshotDesk:
+        """The snapshots of the namespace, once started."""
+        if self._desk is None:
+            raise RuntimeError("the engine has not started")
+        return self._desk
+
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""
         checks = {"store": await self._check_store()}
+        if checks["store"].ok and (restore := await self.snapshots.check()):
+            checks["restore"] = restore
         if self._serving is not None:
             healthy = self._serving.replica.healthy
             checks["replica"] = CheckResult(healthy, "follows the updates" if healthy else "is behind the updates")

@@ -9,6 +9,7 @@
     ├── UnknownDecision      404  /problems/unknown-decision      never made, or its reward window is over
     ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
+    ├── JobRunning           409  /problems/job-running           one job at a time, and one is under way
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
@@ -157,6 +158,15 @@ class DecisionConflict(ServiceError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, errors=[FieldError("decision_id", detail)])
+
+
+@final
+class JobRunning(ServiceError):
+    """One job at a time, and one is under way."""
+
+    status = 409
+    slug = "job-running"
+    title = "Job running"
 
 
 @final
