@@ -41,6 +41,10 @@ class LearnerRecords:
         if not (np.isfinite(sample.features).all() and np.isfinite(sample.phi).all()):
             raise ValueError("a sample is not finite")
 
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        """Whether shared state derived at so many events is due again."""
+        return self._learner.epoch_due(epoch_events, total_events)
+
     def renumber(self, tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
         """Shared state as it is when it is published as epoch `number`."""
         shared = {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}

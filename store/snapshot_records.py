@@ -55,6 +55,9 @@ class RecordRules(Protocol):
     def check_sample(self, sample: Sample) -> None:
         """A sample has to be of the learner's inputs."""
 
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        """Whether shared state derived at so many events is due again."""
+
     def renumber(self, tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
         """Shared state as it is when it is published as epoch `number`."""
 

@@ -157,10 +157,12 @@ class _Restorer:
         """The snapshot's epoch under the number that ends the restore.
 
         What was ever applied is not turned back. So that the next epoch is due as soon as it was then, this one counts
-        as derived so many events ago as it was then.
+        as derived so many events ago as it was then; or now, where that would have it replaced at once.
         """
         total = sum((await self._users.applied()).values())
         events = max(0, total - max(0, self._manifest.events - epoch.events))
+        if self._rules.epoch_due(events, total) and not self._rules.epoch_due(epoch.events, self._manifest.events):
+            events = total
         tensors = self._rules.renumber(epoch.tensors, number)
         return Epoch(number, events, tensors, epoch.members, int(time.time() * 1_000), refitted=number)
 

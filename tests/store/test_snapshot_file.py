@@ -44,6 +44,9 @@ class Rules:
         if sample.features.size != 2:
             raise ValueError("not two inputs")
 
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        return False
+
     def renumber(self, tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
         return tensors
 
