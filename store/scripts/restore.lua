@@ -18,7 +18,7 @@ if tonumber(latest) > tonumber(generation) then
 end
 local applied = tonumber(redis.call('HGET', counters, 'applied') or '0')
 redis.call('XLEN', update_log)
-local reply, raised = {'ok'}, {}
+local reply, raised, undone = {'ok'}, {}, 0
 local at = HEAD_ARGS + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local incarnation, version = string.match(redis.call('HGET', versions, ARGV[at]) or '0:0', '^(%d+):(%d+)$')
@@ -30,7 +30,12 @@ for i = HEAD_KEYS + 1, #KEYS, 2 do
   redis.call('LLEN', KEYS[i + 1])
   raised[#raised + 1] = string.format('%.0f', math.max(tonumber(incarnation), tonumber(ARGV[at + 1])) + 1)
   -- Forgotten on request, not dropped by an earlier restore: no snapshot brings them back.
-  reply[#reply + 1] = (stands and version == '0' and bare) and 0 or 1
+  local returns = not (stands and version == '0' and bare)
+  reply[#reply + 1] = returns and 1 or 0
+  undone = undone + tonumber(version)
+  if returns and ARGV[at + 4] ~= '' then
+    undone = undone - tonumber(ARGV[at + 2])
+  end
   at = at + USER_ARGS + tonumber(ARGV[at + 5])
 end
 
@@ -38,8 +43,11 @@ end
 if applied < least then
   redis.call('HINCRBY', counters, 'applied', string.format('%.0f', least - applied))
   redis.call('HINCRBY', counters, 'enqueued', string.format('%.0f', least - applied))
+  undone = undone + least - applied
   applied = least
 end
+-- Applied is what versions say and what has no effect any more.
+redis.call('HINCRBY', counters, 'forgotten', string.format('%.0f', undone))
 redis.call('SET', restored, generation)
 at = HEAD_ARGS + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do

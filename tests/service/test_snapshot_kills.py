@@ -14,7 +14,7 @@ import pytest
 from service.settings import Settings
 from service.snapshots import SnapshotDesk
 from store.restores import RestoreStore
-from tests.service.snapshooting import in_place, learned, put_back, stored, take
+from tests.service.snapshooting import in_place, learn, learned, put_back, stored, take
 from tests.worker.conftest import OpenWorkshop, open_workshop  # noqa: F401 (a fixture)
 from tests.worker.workshop import NAME, Workshop, soon
 
@@ -56,7 +56,7 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
     folder = tmp_path / "snapshots"
     wanted = await stored(shop)
     manifest = await take(shop, folder)
-    await shop.learn({**{f"user {n}": 2 for n in range(12)}, "late": 1}, first=600)
+    await learn(shop, {**{f"user {n}": 2 for n in range(12)}, "late": 1}, first=600)
     meta = shop.meta()
     await meta._tick()
     number = await shop.epochs.current_number()
@@ -79,7 +79,7 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
         assert not check.ok
         assert f"metaban snapshot restore {manifest.id}" in check.detail
         # Due or not, no epoch is derived from users half of whom are of another time.
-        await shop.learn({f"user {n}": 20 for n in range(12)}, first=10_000)
+        await learn(shop, {f"user {n}": 20 for n in range(12)}, first=10_000)
         states = await stored(shop)
         await meta._tick()
         assert await shop.epochs.current_number() == number
@@ -92,7 +92,7 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
     # And the meta-trainer goes on: nobody is left behind, and the next epoch comes when it is due.
     await meta._tick()
     assert learned(await stored(shop)) == learned(wanted)
-    await shop.learn({f"user {n}": 60 for n in range(12)}, first=20_000)
+    await learn(shop, {f"user {n}": 60 for n in range(12)}, first=20_000)
     await meta._tick()
     assert await shop.epochs.current_number() == number + 2
 

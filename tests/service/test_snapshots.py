@@ -16,7 +16,18 @@ from store.errors import FenceLost, SnapshotError, StoreReset
 from store.namespaces import Namespaces
 from store.restores import RestoreStore
 from store.users import UserUpdate
-from tests.service.snapshooting import in_place, kept, kept_epoch, learned, put_back, stored, take
+from tests.service.snapshooting import (
+    event_of_now,
+    in_place,
+    kept,
+    kept_epoch,
+    learn,
+    learned,
+    put_back,
+    stored,
+    take,
+    tallied,
+)
 from tests.worker.conftest import OpenWorkshop, open_workshop  # noqa: F401 (a fixture)
 from tests.worker.workshop import NAME, Workshop, make_event, small
 
@@ -68,7 +79,7 @@ async def test_a_snapshot_under_traffic_is_of_one_line_of_each_log(shop: Worksho
         number = 1_000
         while not done.is_set():
             number += 1
-            await shop.learn({f"user {number % 17}": 1, f"guest {number % 40}": 1}, first=2 * number)
+            await learn(shop, {f"user {number % 17}": 1, f"guest {number % 40}": 1}, first=2 * number)
             applied += 2
 
     running = asyncio.create_task(traffic())
@@ -117,7 +128,7 @@ async def test_restore(shop: Workshop, tmp_path: Path) -> None:
     manifest = await take(shop, tmp_path)
     epoch = await shop.epochs.current()
     assert epoch is not None
-    await shop.learn({"user 1": 3, "user 2": 1, "late": 2}, first=500)
+    await learn(shop, {"user 1": 3, "user 2": 1, "late": 2}, first=500)
     meta = shop.meta()
     await meta._tick()
     moved = await stored(shop)
@@ -145,6 +156,7 @@ async def test_restore(shop: Workshop, tmp_path: Path) -> None:
     # What was ever applied is not turned back, and the next epoch is as near as it was.
     assert sum((await shop.users.applied()).values()) == total
     assert total - current.events == manifest.events - epoch.events
+    assert await tallied(shop)
 
 
 async def test_what_was_computed_before_a_restore_is_refused_after(shop: Workshop, tmp_path: Path) -> None:
@@ -165,9 +177,65 @@ async def test_what_was_computed_before_a_restore_is_refused_after(shop: Worksho
     assert await stored(shop) == restored
 
 
+async def test_events_applied_during_a_restore_count_once_or_are_gone(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    versions = {user: record.version for user, record in kept(tmp_path, manifest).items()}
+    await learn(shop, {f"user {n}": 7 for n in range(12)}, first=100)
+    heads = [await shop.users.log_head(partition) for partition in range(3)]
+    done = asyncio.Event()
+    model = shop.new_model()
+    await model.refresh_epoch()
+
+    async def traffic(partition: int) -> None:
+        worker, number = f"w{partition}", 10_000 * (1 + partition)
+        mine = [user for user in versions if shop.keys.partition_of(user) == partition]
+        while not done.is_set():
+            number += 1
+            await shop.streams.enqueue([await event_of_now(shop, mine[number % len(mine)], number)])
+            deliveries = await shop.streams.read(partition, worker, count=8, block_ms=1)
+            if deliveries:
+                await shop.publisher(worker, model=model).publish(partition, deliveries)
+
+    running = [asyncio.create_task(traffic(partition)) for partition in range(3)]
+    for _ in range(3):
+        restored = await put_back(shop.redis, tmp_path, manifest)
+    done.set()
+    await asyncio.gather(*running)
+    # Replayed from where each was put back for the last time, the log tells every version.
+    expected = {}
+    for partition, head in enumerate(heads):
+        for _, line in await shop.redis.xrange(shop.keys.update_log(partition), f"({head}"):
+            user, standing = line[b"u"].decode(), (int(line[b"i"]), int(line[b"v"]))
+            if standing == (3, versions[user]) and not line[b"e"] and expected.get(user, (0, 0))[0] < 3:
+                expected[user] = standing
+            elif line[b"e"] and user in expected:
+                expected[user] = (3, expected[user][1] + len(line[b"e"].split(b",")))
+                assert standing == expected[user]
+    after = await stored(shop)
+    assert expected == {user: (record.incarnation, record.version) for user, record in after.items()}
+    assert any(version > versions[user] for user, (_, version) in expected.items())
+    assert await tallied(shop)
+    # Whoever was fitted under the epoch before meanwhile has been, or is, fitted again.
+    await shop.meta()._tick()
+    labels = await shop.users.fitted_under(versions)
+    assert {user: epoch for user, epoch in labels.items() if epoch < restored.epoch} == {}
+
+
+async def test_a_worker_that_was_overtaken_by_a_restore_catches_up(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    behind = shop.new_model()
+    await behind.refresh_epoch()
+    done = await put_back(shop.redis, tmp_path, manifest)
+    assert behind.epoch.number < done.epoch
+    partition = shop.keys.partition_of("user 1")
+    deliveries = await shop.give([await event_of_now(shop, "user 1", 77)], partition=partition)
+    await shop.publisher(model=behind).publish(partition, deliveries)
+    assert await shop.users.fitted_under(["user 1"]) == {"user 1": done.epoch}
+
+
 async def test_learning_goes_on_after_a_restore(shop: Workshop, tmp_path: Path) -> None:
     manifest = await take(shop, tmp_path)
-    await shop.learn({"user 1": 40}, first=2_000)
+    await learn(shop, {"user 1": 40}, first=2_000)
     meta = shop.meta()
     await meta._tick()
     await put_back(shop.redis, tmp_path, manifest)
@@ -177,7 +245,7 @@ async def test_learning_goes_on_after_a_restore(shop: Workshop, tmp_path: Path) 
     await meta._tick()
     assert await shop.epochs.current_number() == number
     # The next one is at 128, as ever.
-    await shop.learn({f"user {n}": 5 for n in range(12)}, first=3_000)
+    await learn(shop, {f"user {n}": 5 for n in range(12)}, first=3_000)
     await meta._tick()
     assert await shop.epochs.current_number() == number + 1
     versions = await shop.versions()
@@ -192,11 +260,12 @@ async def test_a_restored_store_learns_as_the_first_one_would_have(
     shop = await open_workshop(partitions=2, settings=named_settings("default", epoch_events=8), samples_kept=30)
     noted = shop.model.trainer.learner.noted  # type: ignore[union-attr]
 
-    async def learn(where: Workshop, first: int, last: int) -> None:
+    async def go_on(where: Workshop, first: int, last: int) -> None:
         for number in range(first, last):
             epoch = await where.epochs.current_number() or 0
             phi = np.resize(generator_of(number), noted).astype(np.float32)
-            await where.streams.enqueue([make_event(f"user {number % 5}", number, phi=phi, epoch=epoch)])
+            event = await event_of_now(where, f"user {number % 5}", number, phi=phi, epoch=epoch)
+            await where.streams.enqueue([event])
             for partition in range(2):
                 await where.model.refresh_epoch()
                 await where.publisher().publish(
@@ -209,10 +278,10 @@ async def test_a_restored_store_learns_as_the_first_one_would_have(
 
     meta_of = {id(shop): shop.meta()}
     await shop.meta()._tick()
-    await learn(shop, 0, 45)
+    await go_on(shop, 0, 45)
     manifest = await take(shop, tmp_path)
     at_snapshot = await stored(shop)
-    await learn(shop, 45, 80)
+    await go_on(shop, 45, 80)
     expected, epoch = await stored(shop), await shop.epochs.current()
 
     await shop.redis.flushall()
@@ -226,7 +295,7 @@ async def test_a_restored_store_learns_as_the_first_one_would_have(
     assert (await again.epochs.current_number()) == manifest.epoch
     assert sum((await again.users.applied()).values()) == 45
     meta_of[id(again)] = again.meta()
-    await learn(again, 45, 80)
+    await go_on(again, 45, 80)
     found, current = await stored(again), await again.epochs.current()
     assert epoch is not None
     assert current is not None
@@ -235,6 +304,7 @@ async def test_a_restored_store_learns_as_the_first_one_would_have(
     for name, tensor in epoch.tensors.items():
         np.testing.assert_array_equal(current.tensors[name], tensor, err_msg=name)
     assert learned(found) == learned(expected)
+    assert await tallied(again)
 
 
 async def test_a_learner_that_counts_epochs_is_told_the_new_number(
@@ -283,7 +353,7 @@ async def test_who_was_forgotten_on_request_stays_so(shop: Workshop, tmp_path: P
 
 async def test_whom_a_restore_dropped_another_brings_back(shop: Workshop, tmp_path: Path) -> None:
     early = await take(shop, tmp_path)
-    await shop.learn({"late": 2}, first=700)
+    await learn(shop, {"late": 2}, first=700)
     late = await take(shop, tmp_path)
     wanted = await stored(shop)
     await put_back(shop.redis, tmp_path, early)
@@ -311,7 +381,7 @@ async def test_no_epoch_is_published_while_a_restore_is_unfinished(shop: Worksho
     unfinished = await restores.unfinished()
     assert unfinished is not None
     assert not unfinished.alive
-    await shop.learn({f"user {n}": 10 for n in range(12)}, first=4_000)
+    await learn(shop, {f"user {n}": 10 for n in range(12)}, first=4_000)
     states = await stored(shop)
     await shop.meta()._tick()
     assert await shop.epochs.current_number() == number
@@ -403,7 +473,7 @@ async def test_partitions_that_lost_everything_are_restored(shop: Workshop, tmp_
     await put_back(shop.redis, tmp_path, manifest)
     assert learned(await stored(shop)) == learned(before)
     await Namespaces(shop.redis).open_or_create(NAME, partitions=3, seed=0, learner=shop.record.learner)
-    await shop.learn(dict.fromkeys(before, 1), first=9_000)
+    await learn(shop, dict.fromkeys(before, 1), first=9_000)
     assert sum((await shop.versions()).values()) == manifest.events + 12
 
 
