@@ -203,6 +203,9 @@ def _told_errors() -> Iterator[Settings]:
     except (StoreError, OSError) as error:
         stderr.print(f"[red]error[/] {escape(str(error))}")
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        stderr.print("[red]interrupted[/] a restore that has begun is completed by restoring again")
+        raise typer.Exit(1) from None
 
 
 def _folder(settings: Settings) -> SnapshotFolder:

@@ -11,7 +11,6 @@ from models.features import FeatureLayout
 from models.learner import Learner
 from models.presets import build_learner
 from models.settings import stored_settings
-from store.codec import Sample
 
 
 @final
@@ -31,15 +30,11 @@ class LearnerRecords:
         """A user's state has the learner's fields, and is finite."""
         _check(tensors, self._fields)
 
-    def check_sample(self, sample: Sample) -> None:
-        """A sample has the learner's inputs and notes, and is finite."""
-        found, expected = (sample.features.size, sample.phi.size), (self._learner.inputs_expected, self._learner.noted)
-        if found != expected:
-            raise ValueError(
-                f"a sample has {found[0]} inputs and {found[1]} notes, not {expected[0]} and {expected[1]}"
-            )
-        if not (np.isfinite(sample.features).all() and np.isfinite(sample.phi).all()):
-            raise ValueError("a sample is not finite")
+    def check_sample_size(self, inputs: int, notes: int) -> None:
+        """A sample has the learner's inputs and notes."""
+        expected = (self._learner.inputs_expected, self._learner.noted)
+        if (inputs, notes) != expected:
+            raise ValueError(f"a sample has {inputs} inputs and {notes} notes, not {expected[0]} and {expected[1]}")
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         """Whether shared state derived at so many events is due again."""

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, final
 
 import numpy as np
 
-from store.codec import Sample, decode_tensors, encode_tensors
+from store.codec import check_samples, decode_tensors, encode_tensors
 from store.errors import CorruptRecord
 
 USERS_ENTRY: Final = "users"
@@ -52,8 +52,8 @@ class RecordRules(Protocol):
     def check_state(self, tensors: dict[str, np.ndarray]) -> None:
         """A user's state has to be what the learner fits."""
 
-    def check_sample(self, sample: Sample) -> None:
-        """A sample has to be of the learner's inputs."""
+    def check_sample_size(self, inputs: int, notes: int) -> None:
+        """A sample has to be of the learner's inputs and notes."""
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         """Whether shared state derived at so many events is due again."""
@@ -79,8 +79,8 @@ def check_record(record: UserRecord, rules: RecordRules) -> None:
             raise ValueError("a negative number")
         tensors, _ = decode_tensors(record.state)
         rules.check_state(tensors)
-        for blob in record.samples:
-            rules.check_sample(Sample.decode(blob))
+        for inputs, notes in check_samples(record.samples):
+            rules.check_sample_size(inputs, notes)
     except (ValueError, CorruptRecord) as error:
         raise CorruptRecord(f"the record of user {record.user_id!r}: {error}") from error
 

@@ -40,8 +40,8 @@ class Rules:
         if set(tensors) != {"b"} or tensors["b"].shape != (3,) or not np.isfinite(tensors["b"]).all():
             raise ValueError("not three numbers")
 
-    def check_sample(self, sample: Sample) -> None:
-        if sample.features.size != 2:
+    def check_sample_size(self, inputs: int, notes: int) -> None:
+        if inputs != 2:
             raise ValueError("not two inputs")
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
@@ -176,6 +176,8 @@ def test_the_last_record_of_a_user_counts(tmp_path: Path) -> None:
         ({"state": encode_tensors({"b": np.ones(4)}, {})}, "not three numbers"),
         ({"state": encode_tensors({"b": np.full(3, np.nan)}, {})}, "not three numbers"),
         ({"samples": (b"",)}, "cut short"),
+        ({"samples": (Sample(np.array([1, np.inf]), 1, 1, 0, 0, "a").encode(),)}, "not finite"),
+        ({"samples": (Sample(np.ones(2), np.nan, 1, 0, 0, "a").encode(),)}, "not finite"),
         ({"samples": (Sample(np.ones(3), 1, 1, 0, 0, "a").encode(),)}, "not two inputs"),
         ({"version": -1}, "negative"),
     ],
