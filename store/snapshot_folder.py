@@ -11,8 +11,7 @@ from store.errors import SnapshotError
 from store.snapshot_file import SnapshotReader
 from store.snapshot_manifest import Manifest
 from store.snapshot_names import ID_PATTERN
-from store.snapshot_records import LearnerRules
-from store.snapshot_restore import known_rules
+from store.snapshot_records import LearnerRules, rules_for
 
 LATEST: Final = "latest"
 
@@ -69,7 +68,7 @@ class SnapshotFolder:
 
     def _copy(self, source: Path, target: Callable[[Manifest], Path], progress: Callable[[int, int], None]) -> Manifest:
         with SnapshotReader(source) as reader:
-            reader.verify(known_rules(reader.manifest, self._rules), progress)
+            self._verify(reader, progress)
             path = target(reader.manifest)
             reader.copy_to(path)
         # What was read once may be written wrong: a copy that nobody can restore is worse than none.
@@ -81,11 +80,14 @@ class SnapshotFolder:
             raise
         return reader.manifest
 
+    def _verify(self, reader: SnapshotReader, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        reader.verify(rules_for(self._rules, reader.manifest.learner, reader.manifest.layout), progress)
+
     def _look(self, path: Path, *, verify: bool) -> Listed:
         try:
             with SnapshotReader(path) as reader:
                 if verify:
-                    reader.verify(known_rules(reader.manifest, self._rules))
+                    self._verify(reader)
                 return Listed(path.stem, reader.size, reader.manifest)
         except SnapshotError as error:
             return Listed(path.stem, path.stat().st_size if path.exists() else 0, None, str(error))

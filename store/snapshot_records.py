@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, final
 import numpy as np
 
 from store.codec import check_samples, decode_tensors, encode_tensors
-from store.errors import CorruptRecord
+from store.errors import CorruptRecord, SnapshotError
 
 USERS_ENTRY: Final = "users"
 
@@ -70,6 +70,14 @@ class LearnerRules(Protocol):
 
     def difference(self, learner: dict[str, Any], other: dict[str, Any]) -> str:
         """What keeps one learner from using the other's records, in words; empty when nothing does."""
+
+
+def rules_for(rules: LearnerRules, learner: dict[str, Any], layout: dict[str, Any]) -> RecordRules:
+    """The rules for records of a learner; SnapshotError when there is none, or it would not fit into memory."""
+    try:
+        return rules.records(learner, layout)
+    except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError) as error:
+        raise SnapshotError(f"the learner of the snapshot is not one that this version can have: {error}") from error
 
 
 def check_record(record: UserRecord, rules: RecordRules) -> None:

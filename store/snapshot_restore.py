@@ -30,7 +30,7 @@ from store.namespaces import NamespaceRecord, Namespaces
 from store.restores import RestoreStore, Restoring
 from store.snapshot_file import SnapshotReader
 from store.snapshot_manifest import Manifest
-from store.snapshot_records import LearnerRules, RecordRules, UserRecord
+from store.snapshot_records import LearnerRules, RecordRules, UserRecord, rules_for
 from store.snapshots import LEASE_WAIT_S, Progress, no_progress
 from store.users import UserStore
 
@@ -75,21 +75,13 @@ async def restore_snapshot(
                 f"snapshot {manifest.id} is of namespace {manifest.namespace}, not of {namespace}: set "
                 "METABAN_NAMESPACE to that one, or say with --as that it is to become another"
             )
-        record_rules = known_rules(manifest, rules)
+        record_rules = rules_for(rules, manifest.learner, manifest.layout)
         report = _report(progress, "verified")
         await asyncio.to_thread(reader.verify, record_rules, report)
         record = await _open(redis, namespace, manifest, rules)
         epochs = EpochStore(redis, record.keys, record.store_epoch)
         async with hold_lease(epochs, f"restore {uuid4().hex}", wait_s=lease_wait_s, for_restore=True) as lease:
             return await _Restorer(redis, record, reader, record_rules, progress).run(lease)
-
-
-def known_rules(manifest: Manifest, rules: LearnerRules) -> RecordRules:
-    """The rules for a snapshot's records; SnapshotError when its learner is not known here."""
-    try:
-        return rules.records(manifest.learner, manifest.layout)
-    except (ValueError, TypeError) as error:
-        raise SnapshotError(f"the learner of snapshot {manifest.id} is not known here: {error}") from error
 
 
 async def _open(redis: Redis, namespace: str, manifest: Manifest, rules: LearnerRules) -> NamespaceRecord:

@@ -30,7 +30,7 @@ from store.scripts import load_script
 from store.snapshot_file import SnapshotWriter
 from store.snapshot_manifest import Manifest
 from store.snapshot_names import new_id
-from store.snapshot_records import LearnerRules, RecordRules, UserRecord, check_record
+from store.snapshot_records import LearnerRules, RecordRules, UserRecord, check_record, rules_for
 from store.users import UserStore
 
 #: What is being done, and how much of it is done, of how much.
@@ -77,11 +77,11 @@ async def create_snapshot(
             f"users are partly those of snapshot {unfinished.snapshot}, whose restore is not finished: "
             "restore it again, then take this snapshot"
         )
+    record_rules = rules_for(rules, record.learner, record.layout)
     epochs = EpochStore(redis, record.keys, record.store_epoch)
     with await asyncio.to_thread(SnapshotWriter, folder) as writer:
         async with hold_lease(epochs, f"snapshot {uuid4().hex}", wait_s=lease_wait_s) as lease:
-            photographer = _Photographer(redis, record, rules.records(record.learner, record.layout), writer, progress)
-            return await photographer.take(name, lease)
+            return await _Photographer(redis, record, record_rules, writer, progress).take(name, lease)
 
 
 @final

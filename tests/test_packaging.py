@@ -252,7 +252,7 @@ def test_api_page_has_every_error() -> None:
     ours = {(str(error.status), error.slug) for error in (ServiceError, *ServiceError.__subclasses__())}
     assert ours <= rows
     before_us = {("400", "bad-request"), ("431", "head-too-large")}  # told by the protocol, see service/protocol.py
-    assert rows - ours == {("404", "not-found"), ("405", "method-not-allowed")} | before_us
+    assert rows - ours == {("405", "method-not-allowed")} | before_us
 
 
 def test_operations_page_has_every_metric() -> None:

@@ -15,8 +15,10 @@ from models.settings import named_settings
 from store.errors import FenceLost, SnapshotError, StoreReset
 from store.namespaces import Namespaces
 from store.restores import RestoreStore
+from store.snapshot_records import rules_for
 from store.users import UserUpdate
 from tests.service.snapshooting import (
+    RULES,
     event_of_now,
     in_place,
     kept,
@@ -29,7 +31,7 @@ from tests.service.snapshooting import (
     tallied,
 )
 from tests.worker.conftest import OpenWorkshop, open_workshop  # noqa: F401 (a fixture)
-from tests.worker.workshop import NAME, Workshop, make_event, small
+from tests.worker.workshop import NAME, Workshop, layout, make_event, small
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -490,3 +492,20 @@ async def test_another_store_meanwhile(shop: Workshop, tmp_path: Path) -> None:
         with pytest.raises(StoreReset):
             await work
     assert await shop.redis.dbsize() == 0
+
+
+@pytest.mark.parametrize(
+    ("learner", "layout_"),
+    [
+        ({"preset": "nobody's"}, {}),
+        ({"width": "wide"}, {}),
+        ({"from the future": 1}, {}),
+        ({}, {"arm": None}),
+        ({}, {"arm": 1 << 60}),
+        ({"width": 1 << 40}, {}),
+        ({}, {"unknown": 1}),
+    ],
+)
+def test_learners_that_cannot_be(learner: dict[str, object], layout_: dict[str, object]) -> None:
+    with pytest.raises(SnapshotError, match="this version"):
+        rules_for(RULES, {**small().to_json(), **learner}, {**layout().to_json(), **layout_})
