@@ -102,6 +102,10 @@ class Learner(ABC):
     def initial_shared(self) -> State:
         """The shared state of epoch 0, a pure function of the settings."""
 
+    def renumbered(self, shared: State, number: int) -> State:
+        """Shared state that is published, out of turn, as epoch `number`."""
+        return shared
+
     @abstractmethod
     def newborn(self, shared: State) -> State:
         """The state of a user without events, without a batch dimension."""

@@ -104,6 +104,10 @@ class PosteriorLearner(Learner):
         shared |= {"trunk_first": state.first, "trunk_second": state.second, "trunk_steps": state.steps}
         return shared | self.inputs.initial(generator)
 
+    def renumbered(self, shared: State, number: int) -> State:
+        # Samples tell the epoch they were chosen under, and are judged by how long ago that is.
+        return {**shared, "epoch": torch.full_like(shared["epoch"], number)}
+
     def newborn(self, shared: State) -> State:
         zeros = {name: shared["trunk"].new_zeros(shape) for name, shape in self.fields.items()}
         nothing = shared["prior_precision"].new_zeros

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.cli import bench_app
-from service.letters_cli import letters_app
+from service.cli_letters import letters_app
+from service.cli_snapshot import snapshot_app
 from service.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def show_settings() -> None:
     stdout.print(table, soft_wrap=False)
 
 
+app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(bench_app, name="bench")
 app.add_typer(letters_app, name="dead-letters")
 

@@ -35,6 +35,7 @@ from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
+from service.snapshots import SnapshotDesk
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
@@ -78,6 +79,7 @@ class Engine:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
         self._serving: Serving | None = None
+        self._desk: SnapshotDesk | None = None
 
     @classmethod
     def from_settings(cls, settings: Settings, redis_url: str, metrics: Metrics) -> Self:
@@ -105,6 +107,7 @@ class Engine:
             backlog_limit=settings.backlog_limit,
             confirm=self._confirmation(info),
         )
+        self._desk = SnapshotDesk(self._redis, settings, self._record)
         if self._record.layout is not None:
             self._serving = await self._open(FeatureLayout.from_json(self._record.layout))
         self._breaker.start()
@@ -112,6 +115,8 @@ class Engine:
 
     async def stop(self) -> None:
         """Let go of the store; what was acknowledged is in it."""
+        if self._desk is not None:
+            await self._desk.jobs.stop()
         await self._breaker.stop()
         if self._serving is not None:
             await self._serving.replica.stop()
@@ -224,6 +229,13 @@ class Engine:
         return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
 
     @property
+    def snapshots(self) -> SnapshotDesk:
+        """The snapshots of the namespace, once started."""
+        if self._desk is None:
+            raise RuntimeError("the engine has not started")
+        return self._desk
+
+    @property
     def events(self) -> EventStream:
         """The rewards on their way, and those that were given up on."""
         return self._events
@@ -254,6 +266,8 @@ class Engine:
             checks = {"store": CheckResult(True, "answers")}
         else:
             checks = {"store": CheckResult(False, str(away), vital=vital or isinstance(away, StoreReset))}
+        if away is None and (restore := await self._breaker.call(self.snapshots.check)):
+            checks["restore"] = restore
         if self._serving is not None:
             healthy = self._serving.replica.healthy
             detail = "follows the updates" if healthy else "is behind the updates"

@@ -11,6 +11,7 @@
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
     ├── UserReset            409  /problems/user-reset            the user was forgotten or restored since the decision
     ├── NotReplayable        409  /problems/not-replayable        the dead letter cannot be put back
+    ├── JobRunning           409  /problems/job-running           one job at a time, and one is under way
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
@@ -180,6 +181,15 @@ class NotReplayable(ServiceError):
     status = 409
     slug = "not-replayable"
     title = "Not replayable"
+
+
+@final
+class JobRunning(ServiceError):
+    """One job at a time, and one is under way."""
+
+    status = 409
+    slug = "job-running"
+    title = "Job running"
 
 
 @final

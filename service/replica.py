@@ -333,7 +333,7 @@ class Replica:
             # Numbers only grow, unless the store lost the epoch that we serve, and users fitted under it.
             lost = epoch.number <= self._model.epoch_number
             wanted = {user for user in epoch.members if user not in self._model}
-            if lost or self._model.learner.refit_due(self._model.epoch_events, epoch.events):
+            if lost or epoch.refitted > self._model.epoch_number:
                 wanted |= set(self._model.users())
             doubted = self._held(wanted) if lost else {}
             states: list[UserState] = []

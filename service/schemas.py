@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal, TypeAlias, final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag
 from pydantic_core import PydanticCustomError
 
 #: Larger numbers overflow float32 as soon as they are squared or summed.
@@ -273,6 +273,69 @@ class ReadyResponse(BaseModel):
         description="`degraded`: recommendations are answered from memory and not recorded, rewards are refused."
     )
     checks: dict[str, CheckOut]
+
+
+@final
+class ProgressOut(BaseModel):
+    """How far a job is."""
+
+    doing: str = Field(description="What is being counted.", examples=["users"])
+    done: int
+    total: int
+
+
+@final
+class JobOut(BaseModel):
+    """Work that goes on after the request."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": "5f1c22ab90de",
+                    "kind": "snapshot-create",
+                    "state": "done",
+                    "started_ms": 1772344800000,
+                    "finished_ms": 1772344803200,
+                    "progress": {"doing": "users", "done": 5012, "total": 5012},
+                    "result": {"snapshot": "20260301T060000Z-ab12cd", "users": 5012, "events": 90210, "damaged": 0},
+                    "error": None,
+                }
+            ]
+        }
+    )
+
+    id: str = Field(description="Look after it at /admin/jobs/{id}.")
+    kind: Literal["snapshot-create", "snapshot-restore"]
+    state: Literal["running", "done", "failed"]
+    started_ms: int
+    finished_ms: int | None
+    progress: ProgressOut
+    result: dict[str, JsonValue] | None = Field(description="What was done; null until then.")
+    error: str | None = Field(description="Why it failed, and what to do.")
+
+
+@final
+class SnapshotOut(BaseModel):
+    """A snapshot; of one that cannot be read only its id and size are known."""
+
+    id: str = Field(examples=["20260301T060000Z-ab12cd"])
+    name: str = ""
+    namespace: str | None = None
+    created_ms: int | None = None
+    size: int = Field(description="Bytes of the file.")
+    users: int | None = None
+    events: int | None = Field(default=None, description="Events ever applied when it was taken.")
+    epoch: int | None = None
+    intact: bool | None = Field(default=None, description="null: was not verified.")
+    problem: str | None = None
+
+
+@final
+class SnapshotListOut(BaseModel):
+    """The snapshots on this machine, the newest first."""
+
+    snapshots: list[SnapshotOut]
 
 
 @final

@@ -62,8 +62,7 @@ def serve(settings: Settings, host: str, port: int, *, with_worker: bool, announ
         stack.enter_context(_interruptible())
         listener = stack.enter_context(bind(settings, host, port))
         if settings.redis_url is None:
-            appendfsync: Final = "always" if settings.durability == "always" else "everysec"
-            embedded = EmbeddedServer(settings.data_dir, appendfsync=appendfsync)
+            embedded = EmbeddedServer(settings.data_dir, appendfsync=settings.appendfsync)
             url = stack.enter_context(embedded).url
         else:
             url = settings.redis_url

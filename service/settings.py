@@ -200,6 +200,11 @@ class Settings(BaseSettings):
         return value.lower() if isinstance(value, str) else value
 
     @property
+    def appendfsync(self) -> Literal["everysec", "always"]:
+        """How often a private Valkey syncs what it wrote to disk."""
+        return "always" if self.durability == "always" else "everysec"
+
+    @property
     def has_keys(self) -> bool:
         """Whether any key is configured, and so required."""
         return bool(self.client_keys or self.admin_keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast, final
 
@@ -126,20 +126,42 @@ class Sample:
 
     @staticmethod
     def decode(blob: bytes) -> Sample:
-        try:
-            form, arm_bytes, d, q, reward, propensity, epoch, received_ms = SAMPLE_HEADER.unpack_from(blob)
-        except struct.error as error:
-            raise CorruptRecord("a sample is cut short") from error
-        if form != SAMPLE_FORMAT:
-            raise CorruptRecord(f"a sample has the unknown format {form}")
+        _, arm_bytes, d, _, reward, propensity, epoch, received_ms = _sample_header(blob)
         start = SAMPLE_HEADER.size + arm_bytes
-        if len(blob) != start + (d + q) * FLOAT32.itemsize:
-            raise CorruptRecord("a sample has the wrong length")
-        if not (math.isfinite(reward) and math.isfinite(propensity)):
-            raise CorruptRecord("a sample is not finite")
-        try:
-            arm_id = blob[SAMPLE_HEADER.size : start].decode()
-        except UnicodeDecodeError as error:
-            raise CorruptRecord("the arm id of a sample is not text") from error
         numbers = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
+        arm_id = blob[SAMPLE_HEADER.size : start].decode()
         return Sample(numbers[:d], reward, propensity, epoch, received_ms, arm_id, numbers[d:])
+
+
+def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
+    """Read many samples as `Sample.decode` would, and have their numbers finite; what lengths features and φ have."""
+    sizes = set()
+    numbers = []
+    for blob in blobs:
+        _, arm_bytes, d, q, *_ = _sample_header(blob)
+        sizes.add((d, q))
+        numbers.append(blob[SAMPLE_HEADER.size + arm_bytes :])
+    if not np.isfinite(np.frombuffer(b"".join(numbers), dtype=FLOAT32)).all():
+        raise CorruptRecord("the numbers of a sample are not finite")
+    return sizes
+
+
+def _sample_header(blob: bytes) -> tuple[int, int, int, int, float, float, int, int]:
+    """What stands before the arm id, if all of the sample is there and its own numbers make sense."""
+    try:
+        header: tuple[int, int, int, int, float, float, int, int] = SAMPLE_HEADER.unpack_from(blob)
+    except struct.error as error:
+        raise CorruptRecord("a sample is cut short") from error
+    form, arm_bytes, d, q, reward, propensity, _, _ = header
+    if form != SAMPLE_FORMAT:
+        raise CorruptRecord(f"a sample has the unknown format {form}")
+    start = SAMPLE_HEADER.size + arm_bytes
+    if len(blob) != start + (d + q) * FLOAT32.itemsize:
+        raise CorruptRecord("a sample has the wrong length")
+    if not (math.isfinite(reward) and math.isfinite(propensity)):
+        raise CorruptRecord("a sample is not finite")
+    try:
+        blob[SAMPLE_HEADER.size : start].decode()
+    except UnicodeDecodeError as error:
+        raise CorruptRecord("the arm id of a sample is not text") from error
+    return header

@@ -47,6 +47,9 @@ MAX_BACKOFF_S = 5.0
 HEALTHY_AFTER_S = 30.0
 POLL_S = 0.01
 LOG_TAIL_LINES = 12
+#: In the run folder: the owner's lock, and where the socket is if not there.
+OWNER_LOCK = "owner.lock"
+SOCKET_NOTE = "socket_path"
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class EmbeddedServer:
         self._run = self._root / "run"
         self._config = self._root / "valkey.conf"
         self._log_file = self._root / "valkey.log"
-        self._socket_note = self._run / "socket_path"
+        self._socket_note = self._run / SOCKET_NOTE
         self._appendfsync = appendfsync
         self._on_restart = on_restart
         # Re-entrant, because a signal handler may call stop() in the thread that is inside start().
@@ -88,7 +91,7 @@ class EmbeddedServer:
         """Where a client connects: unix://path. Known once started."""
         if self._socket is None:
             raise EmbeddedServerError("the embedded Valkey is not running: start() it, then ask for its url")
-        return f"unix://{quote(os.fsencode(self._socket))}"
+        return socket_url(self._socket)
 
     @property
     def pid(self) -> int | None:
@@ -144,7 +147,7 @@ class EmbeddedServer:
 
     def _become_owner(self) -> int:
         """Lock the directory for this process, by a descriptor that the server does not inherit."""
-        fd = os.open(self._run / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._run / OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
@@ -179,12 +182,7 @@ class EmbeddedServer:
 
     def _stop_leftover(self) -> None:
         """Shut down the server of an owner that was killed: we hold the lock, so any server here is one."""
-        sockets = [self._run / "valkey.sock"]
-        if self._socket_note.exists():
-            folder_id, _, path = self._socket_note.read_bytes().partition(b" ")
-            # A copy of a data directory brings the note along, and the socket it tells of is the original's.
-            if folder_id == self._folder_id():
-                sockets.append(Path(os.fsdecode(path)))
+        sockets = possible_sockets(self._root)
         asked = [self._ask_to_shut_down(socket) for socket in sockets]
         self._end(lambda: servers_in(self._data, self._config), asked=any(asked))
         for socket in sockets:
@@ -198,7 +196,7 @@ class EmbeddedServer:
         if len(os.fsencode(parent)) > SOCKET_PATH_MAX_BYTES - len("/metaban-12345678/valkey.sock"):
             parent = "/tmp"  # noqa: S108 (mkdtemp makes a private directory in it)
         socket = Path(tempfile.mkdtemp(prefix="metaban-", dir=parent)) / "valkey.sock"
-        self._socket_note.write_bytes(self._folder_id() + b" " + os.fsencode(socket))
+        self._socket_note.write_bytes(_folder_id(self._run) + b" " + os.fsencode(socket))
         return socket
 
     def _remove_socket(self, socket: Path) -> None:
@@ -207,10 +205,6 @@ class EmbeddedServer:
             with suppress(OSError):
                 socket.parent.rmdir()
             self._socket_note.unlink(missing_ok=True)
-
-    def _folder_id(self) -> bytes:
-        """Stays the same when the directory is moved, and differs in a copy."""
-        return str(self._run.stat().st_ino).encode()
 
     def _spawn(self, socket: Path) -> subprocess.Popen[bytes]:
         _make_private(socket.parent)
@@ -324,6 +318,28 @@ class EmbeddedServer:
             f"the Valkey in {self._data} does not end, not even by SIGKILL (pid {alive()}). Its disk may "
             "hang: see to it that the process is gone before starting again."
         )
+
+
+def possible_sockets(data_dir: Path) -> list[Path]:
+    """Where the server of a data directory may listen."""
+    run = Path(os.path.realpath(data_dir)) / "run"
+    sockets, note = [run / "valkey.sock"], run / SOCKET_NOTE
+    if note.exists():
+        folder_id, _, path = note.read_bytes().partition(b" ")
+        # A copy of a data directory brings the note along, and the socket it tells of is the original's.
+        if folder_id == _folder_id(run):
+            sockets.append(Path(os.fsdecode(path)))
+    return sockets
+
+
+def socket_url(socket: Path) -> str:
+    """Where a client of a socket connects."""
+    return f"unix://{quote(os.fsencode(socket))}"
+
+
+def _folder_id(run: Path) -> bytes:
+    """Stays the same when the directory is moved, and differs in a copy."""
+    return str(run.stat().st_ino).encode()
 
 
 def _gone(alive: Callable[[], list[int]]) -> bool:

@@ -83,9 +83,12 @@ class EpochStore:
         return None if number is None else as_int(number)
 
     async def publish(self, epoch: Epoch, *, lease_token: str) -> bool:
-        """Make this the current epoch; False when the lease is lost or it does not follow the stored one."""
+        """Make this the current epoch; False when it does not follow the stored one.
+
+        False as well when the lease is lost, and while a restore is unfinished.
+        """
         reply = await self._publish.call(
-            [self._keys.record, self._keys.lease, self._keys.epoch, self._keys.epoch_log],
+            [self._keys.record, self._keys.lease, self._keys.epoch, self._keys.epoch_log, self._keys.restoring],
             [self._store_epoch, lease_token, epoch.number, epoch.encode(), EPOCH_LOG_CAP],
         )
         if reply == b"reset":
@@ -104,14 +107,19 @@ class EpochStore:
         rows = parse_entries(reply)
         return rows[0][0] if rows else BEFORE_ALL
 
-    async def acquire_lease(self, token: str, ttl_ms: int) -> bool:
-        """Take the lease if it is free or ours already."""
-        return bool(await self._lease.call([self._keys.lease], ["acquire", token, ttl_ms]))
+    async def acquire_lease(self, token: str, ttl_ms: int, *, for_restore: bool = False) -> bool:
+        """Take the lease if it is free or ours already; while a restore is unfinished only a restore gets it."""
+        kind = "restore" if for_restore else ""
+        return bool(await self._lease.call(self._lease_keys, ["acquire", token, ttl_ms, kind]))
 
     async def renew_lease(self, token: str, ttl_ms: int) -> bool:
         """Keep the lease; False when it was lost."""
-        return bool(await self._lease.call([self._keys.lease], ["renew", token, ttl_ms]))
+        return bool(await self._lease.call(self._lease_keys, ["renew", token, ttl_ms, ""]))
 
     async def release_lease(self, token: str) -> bool:
         """Give the lease back; False when it was lost."""
-        return bool(await self._lease.call([self._keys.lease], ["release", token, 0]))
+        return bool(await self._lease.call(self._lease_keys, ["release", token, 0, ""]))
+
+    @property
+    def _lease_keys(self) -> list[str]:
+        return [self._keys.lease, self._keys.restoring]

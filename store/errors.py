@@ -8,6 +8,7 @@
     ├── StoreReset           the store epoch vanished or differs: FLUSHALL, or another store at the same address
     ├── FenceLost            an apply was refused and wrote nothing; `.reason` says which check failed
     ├── NamespaceConflict    a namespace exists with other settings, or its record changed under us
+    ├── SnapshotError        a snapshot cannot be taken, read or restored
     └── EmbeddedServerError  the private server did not start or died
 
 Errors of the driver never leave this package: `translate_errors` turns them into the above.
@@ -79,6 +80,11 @@ class FenceLost(StoreError):
 @final
 class NamespaceConflict(StoreError):
     """The namespace exists with other settings, or another writer changed its record first."""
+
+
+@final
+class SnapshotError(StoreError):
+    """A snapshot cannot be taken, read or restored; the message says why, and what to do."""
 
 
 @final

@@ -8,8 +8,10 @@ last and may hold anything, braces too: only the first tag of a key counts.
     namespace              string  NamespaceRecord as JSON                                     none
     epoch                  hash    number, blob: the current Epoch                             none
     epoch_log              stream  n: number of each published epoch                           capped
-    lease                  string  token of the one meta-trainer                               PX of the lease
+    lease                  string  token of the one meta-trainer, or of a snapshot or restore  PX of the lease
     workers                zset    token of each worker that is there → when it counts no more  by the next look
+    restoring              hash    generation, token, snapshot, target: a restore not finished none
+    restores               string  restores begun, ever: the generation of the latest          none
 
     key of a partition     type    meaning                                                     expiry
     marker                 string  the store epoch; missing after FLUSHALL                     none
@@ -25,6 +27,7 @@ last and may hold anything, braces too: only the first tag of a key counts.
     dead_letters           stream  events given up on, with the reason                         none
     attempts               hash    entry id → attempts made on that event alone                with the event
     decision:<decision id> string  one Decision                                                reward window
+    restored               string  generation of the last restore that wrote here              none
 """
 
 from __future__ import annotations
@@ -81,6 +84,14 @@ class NamespaceKeys:
     def workers(self) -> str:
         return self._meta("workers")
 
+    @property
+    def restoring(self) -> str:
+        return self._meta("restoring")
+
+    @property
+    def restores(self) -> str:
+        return self._meta("restores")
+
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")
 
@@ -104,6 +115,9 @@ class NamespaceKeys:
 
     def attempts(self, partition: int) -> str:
         return self._in(partition, "attempts")
+
+    def restored(self, partition: int) -> str:
+        return self._in(partition, "restored")
 
     def seen(self, user_id: str, event_id: str) -> str:
         """Beside the stream it guards; event ids are a user's own, and the length keeps the two ids apart."""

@@ -86,15 +86,23 @@ class Namespaces:
                 "it is created, so ask for that number or use another namespace"
             )
         if record.state == "creating":
-            await pipeline(
-                self._redis,
-                [("SET", record.keys.marker(partition), record.store_epoch, "NX") for partition in range(partitions)],
-            )
-            await self._check_markers(record)
-            await create_groups(self._redis, record.keys, range(partitions))
+            await self.revive(record)
             return await self._finish(record)
         await self._check_markers(record)
         return record
+
+    async def revive(self, record: NamespaceRecord) -> None:
+        """Take back partitions that lost all they had; StoreReset when one belongs to another store.
+
+        Only a restore may do so, which then writes every user of them.
+        """
+        partitions = range(record.partitions)
+        await pipeline(
+            self._redis,
+            [("SET", record.keys.marker(partition), record.store_epoch, "NX") for partition in partitions],
+        )
+        await self._check_markers(record)
+        await create_groups(self._redis, record.keys, partitions)
 
     async def load(self, name: str) -> NamespaceRecord | None:
         """The record of a namespace."""

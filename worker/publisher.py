@@ -157,7 +157,7 @@ class Publisher:
         while True:
             await self._model.refresh_epoch()
             trainer, newest = self._model.trainer, self._model.epoch
-            if trainer is None or not trainer.learner.refit_due(epoch.events, newest.events):
+            if trainer is None or epoch.number >= newest.refitted:
                 return
             void = [Pupil(pupil.user_id, pupil.events, pupil.samples, None) for pupil in pupils]
             fitted = await self._desk.fit(trainer, newest, void)

@@ -17,8 +17,11 @@ ScriptName: TypeAlias = Literal[
     "apply",
     "attempt",
     "attend",
+    "begin_restore",
     "bury",
+    "collect",
     "enqueue",
+    "finish_restore",
     "forget",
     "lease",
     "namespace",
@@ -26,6 +29,7 @@ ScriptName: TypeAlias = Literal[
     "rebase",
     "release",
     "replay",
+    "restore",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 

@@ -1,11 +1,12 @@
 -- Take, keep or give back a lease: only its holder may do the last two.
--- KEYS  lease
--- ARGV  'acquire' | 'renew' | 'release', token, ttl in ms
--- Reply 1 | 0
+-- KEYS  lease, and `restoring` for the lease that restores take too
+-- ARGV  'acquire' | 'renew' | 'release', token, ttl in ms, 'restore' for a restore
+-- Reply 1 | 0: while a restore is unfinished only another restore gets the lease
 local holder = redis.call('GET', KEYS[1])
 local verb, token, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 if holder ~= token then
-  if verb == 'acquire' and not holder then
+  local open = not KEYS[2] or ARGV[4] == 'restore' or redis.call('EXISTS', KEYS[2]) == 0
+  if verb == 'acquire' and not holder and open then
     redis.call('SET', KEYS[1], token, 'PX', ttl_ms)
     return 1
   end

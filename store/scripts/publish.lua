@@ -1,10 +1,14 @@
 -- Publish the next epoch of a namespace.
--- KEYS  namespace, lease, epoch, epoch_log
+-- KEYS  namespace, lease, epoch, epoch_log, restoring
 -- ARGV  store epoch, lease token, number, blob, log cap
--- Reply 'ok' | 'reset' | 'lease' | 'number': what did not hold; nothing was written then
+-- Reply 'ok' | 'reset' | 'restoring' | 'lease' | 'number': what did not hold; nothing was written then
 local stored = redis.call('GET', KEYS[1])
 if not stored or cjson.decode(stored).store_epoch ~= ARGV[1] then
   return 'reset'
+end
+-- Users are partly of a snapshot: whatever was derived from them would make that last.
+if redis.call('EXISTS', KEYS[5]) == 1 then
+  return 'restoring'
 end
 if redis.call('GET', KEYS[2]) ~= ARGV[2] then
   return 'lease'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -270,7 +271,7 @@ class TestCommands:
         assert "no dead letters" in await self.run("list")
         assert await EventStream(client, KEYS, dedupe_window_s=60, backlog_limit=9).backlog() == 2
 
-    async def test_wrong_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_wrong_use(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert "cursor" in await self.run("list", "--cursor", "x", code=2)
         assert "--all" in await self.run("replay", code=2)
         assert "--all" in await self.run("replay", "0", code=2)
@@ -280,7 +281,8 @@ class TestCommands:
         monkeypatch.setenv("METABAN_EPSILON", "7")
         assert "METABAN_EPSILON" in await self.run("list", code=2)
         monkeypatch.delenv("METABAN_EPSILON")
-        monkeypatch.delenv("REDIS_URL")
-        assert "set REDIS_URL" in await self.run("list", code=1)
+        monkeypatch.setenv("METABAN_DATA_DIR", str(tmp_path))
+        monkeypatch.delenv("REDIS_URL")  # the store of the data directory, then, which is empty
+        assert "there is no namespace another" in await self.run("list", code=1)
         monkeypatch.setenv("REDIS_URL", "unix:///nowhere/at-all.sock")
         assert "does not answer" in await self.run("list", code=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator
 from hashlib import sha1
 from pathlib import Path
@@ -22,9 +23,33 @@ from store.codec import Sample
 from store.epochs import Epoch, EpochStore
 from store.events import EventStream, RewardEvent
 from store.keys import NamespaceKeys
-from store.namespaces import Namespaces
+from store.namespaces import NamespaceRecord, Namespaces
 from store.ownership import Ownership
+from store.snapshot_restore import restore_snapshot
+from store.snapshots import create_snapshot
 from store.users import UserState, UserStore, UserUpdate
+
+
+class AnyLearner:
+    """Takes whatever records there are."""
+
+    def records(self, learner: dict[str, Any], layout: dict[str, Any]) -> AnyLearner:
+        return self
+
+    def difference(self, learner: dict[str, Any], other: dict[str, Any]) -> str:
+        return ""
+
+    def check_epoch(self, tensors: dict[str, np.ndarray]) -> None: ...
+
+    def check_state(self, tensors: dict[str, np.ndarray]) -> None: ...
+
+    def check_sample_size(self, inputs: int, notes: int) -> None: ...
+
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        return False
+
+    def renumber(self, tensors: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+        return tensors
 
 
 class RecordingPipeline(Pipeline):
@@ -81,6 +106,16 @@ async def use_every_script(redis: Redis) -> None:
     epochs = EpochStore(redis, keys, record.store_epoch)
     assert await epochs.acquire_lease("t", 10_000)
     assert await epochs.publish(Epoch(0, 0, {}, (), 0), lease_token="t")
+    await epochs.release_lease("t")
+    await use_snapshots(redis, record)
+
+
+async def use_snapshots(redis: Redis, record: NamespaceRecord) -> None:
+    record = await Namespaces(redis).load(record.name) or record
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = await create_snapshot(redis, record, Path(folder), AnyLearner())
+        path = Path(folder) / f"{manifest.id}.tar"
+        assert (await restore_snapshot(redis, path, record.name, AnyLearner())).users == manifest.users
 
 
 @pytest.mark.single_node("it records what is sent to one; the servers of a cluster refuse to cross slots themselves")
@@ -160,9 +195,9 @@ def test_partition_numbers():
 
 def test_keys_are_distinct():
     keys = NamespaceKeys("shop", 2)
-    names = [keys.record, keys.epoch, keys.epoch_log, keys.lease]
+    names = [keys.record, keys.epoch, keys.epoch_log, keys.lease, keys.restoring, keys.restores]
     for partition in range(2):
-        kinds = ("marker", "events", "counters", "update_log", "versions", "dead_letters", "attempts")
+        kinds = ("marker", "events", "counters", "update_log", "versions", "dead_letters", "attempts", "restored")
         names += [getattr(keys, kind)(partition) for kind in kinds]
     names += [keys.user("x"), keys.samples("x"), keys.decision("x")]
     assert len(set(names)) == len(names)

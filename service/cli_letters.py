@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 WRONG_USE: Final = 2
 
 letters_app = typer.Typer(
-    help="Events that no learner could take: list them, have them learned again, or throw them away. Needs REDIS_URL; "
-    "a service with a private Valkey has the same at /admin/dead-letters.",
+    help="Events that no learner could take: list them, have them learned again, or throw them away.",
     no_args_is_help=True,
 )
 stdout = Console(highlight=False, soft_wrap=True)
@@ -92,15 +91,12 @@ def _with_stream(work: Callable[[EventStream], Awaitable[Result]]) -> Result:
         settings = load_settings()
     except SettingsError as error:
         _fail(f"these settings cannot be used\n{error}", status=WRONG_USE)
-    if settings.redis_url is None:
-        _fail(
-            "set REDIS_URL to the store of the namespace; for a service with a private Valkey use its "
-            "/admin/dead-letters"
-        )
     from store.errors import StoreError
+    from store.locate import located_store
 
     try:
-        return asyncio.run(_work(settings, settings.redis_url, work))
+        with located_store(settings.redis_url, settings.data_dir, appendfsync=settings.appendfsync) as url:
+            return asyncio.run(_work(settings, url, work))
     except StoreError as error:
         _fail(str(error))
 

@@ -1,0 +1,96 @@
+"""/admin/snapshots and /admin/jobs: keep what was learned, go back to it, and see how that goes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+
+from service.auth import require_admin
+from service.edge import edge_of
+from service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized
+from service.jobs import Job
+from service.openapi import problem_responses
+from service.schemas import JobOut, ProgressOut, SnapshotListOut, SnapshotOut
+from store.snapshot_names import ID_PATTERN, NAME_PATTERN
+
+router = APIRouter(tags=["administration"], dependencies=[Depends(require_admin)])
+
+SnapshotId = Annotated[str, Path(pattern=f"^{ID_PATTERN.pattern}$", examples=["20260301T060000Z-ab12cd"])]
+
+
+@router.post(
+    "/admin/snapshots",
+    summary="Take a snapshot",
+    status_code=202,
+    responses=problem_responses(Unauthorized, Forbidden, JobRunning, InvalidInput),
+)
+async def create(
+    request: Request,
+    name: Annotated[
+        str, Query(pattern=f"^({NAME_PATTERN.pattern})?$", description="To find it by.", examples=["before-release"])
+    ] = "",
+) -> JobOut:
+    """Keep everything learned in a file under `METABAN_DATA_DIR/snapshots` of this machine; requests and learning go
+    on meanwhile. Look after the job at `/admin/jobs/{id}`."""
+    return _shown(edge_of(request).engine.snapshots.create(name))
+
+
+@router.get(
+    "/admin/snapshots",
+    summary="List snapshots",
+    responses=problem_responses(Unauthorized, Forbidden),
+)
+async def show(
+    request: Request,
+    verify: Annotated[bool, Query(description="Read every snapshot whole; takes its time.")] = False,
+) -> SnapshotListOut:
+    """The snapshots on this machine, the newest first."""
+    listed = await edge_of(request).engine.snapshots.list(verify=verify)
+    return SnapshotListOut(
+        snapshots=[
+            SnapshotOut(
+                id=entry.id,
+                name=entry.manifest.name,
+                namespace=entry.manifest.namespace,
+                created_ms=entry.manifest.created_ms,
+                size=entry.size,
+                users=entry.manifest.users,
+                events=entry.manifest.events,
+                epoch=entry.manifest.epoch,
+                intact=True if verify else None,
+            )
+            if entry.manifest is not None
+            else SnapshotOut(id=entry.id, size=entry.size, intact=False, problem=entry.problem)
+            for entry in listed
+        ]
+    )
+
+
+@router.post(
+    "/admin/snapshots/{snapshot_id}/restore",
+    summary="Go back to a snapshot",
+    status_code=202,
+    responses=problem_responses(Unauthorized, Forbidden, NotFound, JobRunning, InvalidInput),
+)
+async def restore(request: Request, snapshot_id: SnapshotId) -> JobOut:
+    """Put every user and the shared model back, while requests are answered. The snapshot is verified first, and a
+    damaged one changes nothing. What was learned since is gone, and rewards of earlier decisions no longer count."""
+    return _shown(await edge_of(request).engine.snapshots.restore(snapshot_id))
+
+
+@router.get(
+    "/admin/jobs/{job_id}",
+    summary="How is a job doing?",
+    responses=problem_responses(Unauthorized, Forbidden, NotFound),
+)
+async def job(request: Request, job_id: Annotated[str, Path(max_length=64)]) -> JobOut:
+    """State and progress of a job that this process was asked for."""
+    return _shown(edge_of(request).engine.snapshots.jobs.get(job_id))
+
+
+def _shown(job: Job) -> JobOut:
+    fields = asdict(job)
+    progress = ProgressOut(doing=fields.pop("doing"), done=fields.pop("done"), total=fields.pop("total"))
+    return JobOut(**fields, progress=progress)

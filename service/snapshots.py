@@ -1,0 +1,74 @@
+"""Snapshots as the service offers them: taken and restored by jobs, listed, and watched over."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any, final
+
+from service.contracts import CheckResult
+from service.errors import NotFound
+from service.jobs import Job, JobTable, Tell
+from service.settings import Settings
+from service.snapshot_rules import KnownLearners
+from store.connection import Store
+from store.errors import SnapshotError
+from store.namespaces import NamespaceRecord, Namespaces
+from store.restores import RestoreStore
+from store.snapshot_folder import Listed, SnapshotFolder
+from store.snapshot_restore import restore_snapshot
+from store.snapshots import create_snapshot
+
+
+@final
+class SnapshotDesk:
+    """The snapshots of one served namespace."""
+
+    def __init__(self, redis: Store, settings: Settings, record: NamespaceRecord) -> None:
+        self._redis = redis
+        self._namespace = record.name
+        self._rules = KnownLearners()
+        self._folder = SnapshotFolder(settings.data_dir, self._rules)
+        self._restores = RestoreStore(redis, record.keys, record.store_epoch)
+        self.jobs = JobTable()
+
+    def create(self, name: str) -> Job:
+        """Begin to take a snapshot."""
+
+        async def work(tell: Tell) -> dict[str, Any]:
+            record = await Namespaces(self._redis).load(self._namespace)
+            if record is None:
+                raise SnapshotError("the store was emptied or exchanged: restart the service")
+            taken = await create_snapshot(self._redis, record, self._folder.path, self._rules, name=name, progress=tell)
+            return {"snapshot": taken.id, "users": taken.users, "events": taken.events, "damaged": taken.damaged}
+
+        return self.jobs.start("snapshot-create", work)
+
+    async def restore(self, snapshot_id: str) -> Job:
+        """Begin to put everything back to a snapshot; NotFound when there is none of that id."""
+        try:
+            path = await asyncio.to_thread(self._folder.find, snapshot_id)
+        except SnapshotError as error:
+            raise NotFound(f"There is no snapshot {snapshot_id} here: GET /admin/snapshots lists them.") from error
+
+        async def work(tell: Tell) -> dict[str, Any]:
+            return asdict(await restore_snapshot(self._redis, path, self._namespace, self._rules, progress=tell))
+
+        return self.jobs.start("snapshot-restore", work)
+
+    async def list(self, *, verify: bool) -> list[Listed]:
+        """Every snapshot of this machine, the newest first."""
+        return await asyncio.to_thread(self._folder.list, verify=verify)
+
+    async def check(self) -> CheckResult | None:
+        """Whether a restore is under way, or was left unfinished, which somebody has to see to."""
+        restoring = await self._restores.unfinished()
+        if restoring is None:
+            return None
+        if restoring.alive:
+            return CheckResult(True, f"snapshot {restoring.snapshot} is being restored")
+        return CheckResult(
+            False,
+            f"the restore of snapshot {restoring.snapshot} is unfinished: users are partly those of the snapshot, and "
+            f"nothing shared is learned. Complete it with `metaban snapshot restore {restoring.snapshot}`",
+        )

@@ -1,0 +1,73 @@
+"""Which store a command talks to: the one it is told of, the one of a running service, or one started for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, Literal
+
+import redis
+
+from store.embedded import OWNER_LOCK, EmbeddedServer, possible_sockets, socket_url
+from store.errors import EmbeddedServerError
+from store.valkey_process import client
+
+#: How long a service that is starting, or restarts its server, may take to answer.
+ANSWER_WITHIN_S: Final = 15.0
+POLL_S: Final = 0.1
+
+
+@contextmanager
+def located_store(
+    redis_url: str | None, data_dir: Path, *, appendfsync: Literal["everysec", "always"] = "everysec"
+) -> Iterator[str]:
+    """The URL of the store to talk to: `redis_url`; or else the private Valkey of the data directory.
+
+    While a service runs there it is that service's; otherwise one is started, and stopped in the end.
+    """
+    if redis_url is not None:
+        yield redis_url
+        return
+    socket = _running_socket(data_dir)
+    if socket is not None:
+        yield socket_url(socket)
+        return
+    with EmbeddedServer(data_dir, appendfsync=appendfsync) as server:
+        yield server.url
+
+
+def _running_socket(data_dir: Path) -> Path | None:
+    """The socket of the service that owns the data directory; None when nobody does."""
+    deadline = time.monotonic() + ANSWER_WITHIN_S
+    while owner := _owner(data_dir):
+        for socket in possible_sockets(data_dir):
+            with suppress(redis.RedisError, OSError), client(socket, timeout_s=2.0) as connection:
+                connection.ping()
+                return socket
+        if time.monotonic() > deadline:
+            raise EmbeddedServerError(
+                f"the data directory {data_dir} belongs to the process with pid {owner}, whose Valkey does not "
+                "answer: see its log, or stop it and try again"
+            )
+        time.sleep(POLL_S)
+    return None
+
+
+def _owner(data_dir: Path) -> str:
+    """The process id of who holds the lock of the data directory; empty when nobody does."""
+    try:
+        fd = os.open(Path(os.path.realpath(data_dir)) / "run" / OWNER_LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        # Shared: two commands that only ask do not take each other for an owner.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(fd, 32, 0).decode("ascii", "replace") or "unknown"
+    finally:
+        os.close(fd)
+    return ""

@@ -1,0 +1,20 @@
+-- Say that a restore is under way: from now on no epoch is published but the one that ends it.
+-- KEYS  namespace, lease, epoch, restoring, restores
+-- ARGV  store epoch, lease token, snapshot id, least number of the epoch to come
+-- Reply {'ok', generation, number of the epoch to come} | {'reset'} | {'lease'}: nothing was written then
+local record = redis.call('GET', KEYS[1])
+if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
+  return {'reset'}
+end
+if redis.call('GET', KEYS[2]) ~= ARGV[2] then
+  return {'lease'}
+end
+local following = (tonumber(redis.call('HGET', KEYS[3], 'number') or '-1') or -1) + 1
+-- Users may stand under the epoch that an unfinished restore was going to publish.
+local unfinished = tonumber(redis.call('HGET', KEYS[4], 'target') or '0') or 0
+local target = string.format('%.0f', math.max(following, unfinished, tonumber(ARGV[4])))
+
+local generation = string.format('%.0f', redis.call('INCR', KEYS[5]))
+redis.call('DEL', KEYS[4])
+redis.call('HSET', KEYS[4], 'generation', generation, 'token', ARGV[2], 'snapshot', ARGV[3], 'target', target)
+return {'ok', generation, target}

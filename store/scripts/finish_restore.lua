@@ -1,0 +1,20 @@
+-- Publish the epoch of a snapshot whose users are all in place; the restore is over.
+-- KEYS  namespace, lease, epoch, epoch_log, restoring
+-- ARGV  store epoch, lease token, generation, number, blob, log cap
+-- Reply 'ok' | 'reset' | 'lease' | 'overtaken': what did not hold; nothing was written then
+local record = redis.call('GET', KEYS[1])
+if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
+  return 'reset'
+end
+if redis.call('GET', KEYS[2]) ~= ARGV[2] then
+  return 'lease'
+end
+local number = tonumber(redis.call('HGET', KEYS[3], 'number') or '-1') or -1
+if redis.call('HGET', KEYS[5], 'generation') ~= ARGV[3] or number >= tonumber(ARGV[4]) then
+  return 'overtaken'
+end
+redis.call('XLEN', KEYS[4])
+redis.call('HSET', KEYS[3], 'number', ARGV[4], 'blob', ARGV[5])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', 'n', ARGV[4])
+redis.call('DEL', KEYS[5])
+return 'ok'

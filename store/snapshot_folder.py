@@ -1,0 +1,93 @@
+"""The snapshots of a data directory: listed, found, taken elsewhere and brought in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from store.errors import SnapshotError
+from store.snapshot_file import SnapshotReader
+from store.snapshot_manifest import Manifest
+from store.snapshot_names import ID_PATTERN
+from store.snapshot_records import LearnerRules, rules_for
+
+LATEST: Final = "latest"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file of the folder; without a manifest when it cannot be read."""
+
+    id: str
+    size: int
+    manifest: Manifest | None
+    problem: str = ""
+
+
+@final
+class SnapshotFolder:
+    """`METABAN_DATA_DIR/snapshots`. Reads files, so do not call it on an event loop."""
+
+    def __init__(self, data_dir: Path, rules: LearnerRules) -> None:
+        self.path = data_dir / "snapshots"
+        self._rules = rules
+
+    def list(self, *, verify: bool = False) -> list[Listed]:
+        """Every snapshot, the newest first; with `verify`, all of it is read."""
+        found = sorted((path for path in self.path.glob("*.tar") if ID_PATTERN.fullmatch(path.stem)), reverse=True)
+        return [self._look(path, verify=verify) for path in found]
+
+    def find(self, wanted: str) -> Path:
+        """The file of a snapshot by its id or name, or of the latest; SnapshotError when there is none, or several."""
+        if ID_PATTERN.fullmatch(wanted):
+            path = self.path / f"{wanted}.tar"
+            if path.is_file():
+                return path
+        known = self.list()
+        if wanted == LATEST:
+            matching = [entry for entry in known if entry.manifest is not None][:1]
+        else:
+            matching = [entry for entry in known if entry.manifest is not None and entry.manifest.name == wanted]
+        if len(matching) > 1:
+            raise SnapshotError(f"{len(matching)} snapshots are called {wanted}: name one by its id")
+        if not matching:
+            raise SnapshotError(f"there is no snapshot {wanted} in {self.path}: `metaban snapshot list` shows them")
+        return self.path / f"{matching[0].id}.tar"
+
+    def export(self, wanted: str, target: Path, progress: Callable[[int, int], None]) -> Manifest:
+        """Copy a snapshot, once it is verified, to a file."""
+        return self._copy(self.find(wanted), lambda manifest: target, progress)
+
+    def bring_in(self, source: Path, progress: Callable[[int, int], None]) -> Manifest:
+        """Take a file over, once it is verified."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._copy(source, lambda manifest: self.path / f"{manifest.id}.tar", progress)
+
+    def _copy(self, source: Path, target: Callable[[Manifest], Path], progress: Callable[[int, int], None]) -> Manifest:
+        with SnapshotReader(source) as reader:
+            self._verify(reader, progress)
+            path = target(reader.manifest)
+            reader.copy_to(path)
+        # What was read once may be written wrong: a copy that nobody can restore is worse than none.
+        try:
+            with SnapshotReader(path) as copy:
+                copy.check_digests()
+        except SnapshotError:
+            path.unlink(missing_ok=True)
+            raise
+        return reader.manifest
+
+    def _verify(self, reader: SnapshotReader, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        reader.verify(rules_for(self._rules, reader.manifest.learner, reader.manifest.layout), progress)
+
+    def _look(self, path: Path, *, verify: bool) -> Listed:
+        try:
+            with SnapshotReader(path) as reader:
+                if verify:
+                    self._verify(reader)
+                return Listed(path.stem, reader.size, reader.manifest)
+        except SnapshotError as error:
+            return Listed(path.stem, path.stat().st_size if path.exists() else 0, None, str(error))

@@ -1,0 +1,259 @@
+"""Taking a snapshot of a namespace that goes on learning meanwhile.
+
+The meta-trainer's lease is held, so that no epoch is derived and nobody refitted. Partition by partition, the place in
+the update log is noted, everyone is read, and then whoever moved since is read again, the last ones in one step with
+the log itself: every partition is in the snapshot exactly as it was at one line of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any, Final, TypeAlias, final
+from uuid import uuid4
+
+from store.connection import Store, as_bytes, as_int, as_text, command, parse_entries, pipeline
+from store.epochs import Epoch, EpochStore
+from store.errors import CorruptRecord, SnapshotError, StoreReset
+from store.failpoints import reach
+from store.leases import Lease, hold_lease
+from store.namespaces import NamespaceRecord
+from store.restores import RestoreStore
+from store.scripts import load_script
+from store.snapshot_file import SnapshotWriter
+from store.snapshot_manifest import Manifest
+from store.snapshot_names import new_id
+from store.snapshot_records import LearnerRules, RecordRules, UserRecord, check_record, rules_for
+from store.users import BEFORE_ALL, UserStore
+
+#: What is being done, and how much of it is done, of how much.
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+#: Bytes and users of a chunk, about.
+CHUNK_BYTES: Final = 8 << 20
+CHUNK_USERS: Final = 4_096
+#: Users read in one go.
+LOAD_USERS: Final = 64
+#: Users who moved that are read in one step with the log.
+MOVED_USERS: Final = 64
+LOG_LINES: Final = 512
+#: Lines of the log that one step looks through.
+MOVED_LINES: Final = 4_096
+#: Times that the log of a partition is followed before the partition is called too busy.
+MAX_PASSES: Final = 200
+#: Longest wait for an epoch that is being derived.
+LEASE_WAIT_S: Final = 60.0
+
+log = logging.getLogger(__name__)
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """For those who do not want to be told."""
+
+
+async def create_snapshot(
+    redis: Store,
+    record: NamespaceRecord,
+    folder: Path,
+    rules: LearnerRules,
+    *,
+    name: str = "",
+    progress: Progress = no_progress,
+    lease_wait_s: float = LEASE_WAIT_S,
+) -> Manifest:
+    """Take a snapshot of a namespace into a folder; it is there when this returns, and not before."""
+    if record.layout is None:
+        raise SnapshotError(f"namespace {record.name} has learned nothing yet: there is nothing to keep")
+    unfinished = await RestoreStore(redis, record.keys, record.store_epoch).unfinished()
+    if unfinished is not None:
+        raise SnapshotError(
+            f"users are partly those of snapshot {unfinished.snapshot}, whose restore is not finished: "
+            "restore it again, then take this snapshot"
+        )
+    record_rules = rules_for(rules, record.learner, record.layout)
+    epochs = EpochStore(redis, record.keys, record.store_epoch)
+    with await asyncio.to_thread(SnapshotWriter, folder) as writer:
+        async with hold_lease(epochs, f"snapshot {uuid4().hex}", wait_s=lease_wait_s) as lease:
+            return await _Photographer(redis, record, record_rules, writer, progress).take(name, lease)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where in its log a partition was read, and the events applied by then."""
+
+    cursor: str
+    applied: int
+
+
+@final
+class _Photographer:
+    """One snapshot under way."""
+
+    def __init__(
+        self, redis: Store, record: NamespaceRecord, rules: RecordRules, writer: SnapshotWriter, progress: Progress
+    ) -> None:
+        self._redis = redis
+        self._record = record
+        self._keys = record.keys
+        self._rules = rules
+        self._writer = writer
+        self._progress = progress
+        self._users = UserStore(redis, record.keys, record.store_epoch, samples_kept=1)
+        self._collect = load_script(redis, "collect")
+        self._waiting: list[UserRecord] = []
+        self._waiting_bytes = 0
+        self._damaged: set[str] = set()
+        self._held: dict[str, bool] = {}  # of the partition under way: whether the last record has a state
+        self._read = 0
+        self._total = 0
+
+    async def take(self, name: str, lease: Lease) -> Manifest:
+        created_ms = int(time.time() * 1_000)
+        blob = await command(self._redis, "HGET", self._keys.epoch, "blob")
+        if blob is None:
+            raise SnapshotError(f"namespace {self._record.name} has no epoch yet: start a worker, then try again")
+        epoch = self._sound_epoch(as_bytes(blob))
+        self._total = await self._users.count()
+        points: list[_Point] = []
+        users = 0
+        for partition in range(self._record.partitions):
+            self._held = {}
+            points.append(await self._copy(partition, lease))
+            users += sum(self._held.values())
+        await asyncio.to_thread(self._writer.add_epoch, as_bytes(blob))
+        manifest = Manifest(
+            id=new_id(created_ms / 1_000),
+            name=name,
+            namespace=self._record.name,
+            created_ms=created_ms,
+            metaban=version_of("metaban"),
+            learner=self._record.learner,
+            layout=self._record.layout or {},
+            partitions=self._record.partitions,
+            seed=self._record.seed,
+            epoch=epoch.number,
+            users=users,
+            damaged=len(self._damaged),
+            applied=tuple(point.applied for point in points),
+            cursors=tuple(point.cursor for point in points),
+            members=tuple(self._writer.members),
+        )
+        # Held to the end, it was held all the time: the epoch and everybody's place under it are of one piece.
+        await lease.confirm()
+        await asyncio.to_thread(self._writer.finish, manifest)
+        return manifest
+
+    def _sound_epoch(self, blob: bytes) -> Epoch:
+        try:
+            epoch = Epoch.decode(blob)
+            self._rules.check_epoch(epoch.tensors)
+        except (CorruptRecord, ValueError) as error:
+            raise SnapshotError(f"the epoch of namespace {self._record.name} is damaged: {error}") from error
+        return epoch
+
+    async def _copy(self, partition: int, lease: Lease) -> _Point:
+        """Write the users of a partition; the point they are of."""
+        cursor = await self._users.log_head(partition)
+        users = list(await self._users.versions(partition))
+        for start in range(0, len(users), LOAD_USERS):
+            await self._add(partition, await self._load(users[start : start + LOAD_USERS]), lease)
+        for _ in range(MAX_PASSES):
+            moved, n_lines, end = await self._moved(partition, cursor)
+            if len(moved) > MOVED_USERS or n_lines > MOVED_LINES // 2:
+                for start in range(0, len(moved), LOAD_USERS):
+                    await self._add(partition, await self._load(moved[start : start + LOAD_USERS]), lease)
+                cursor = end
+                continue
+            records, lines, applied = await self._load_with_log(partition, cursor, moved)
+            await self._check_gap(partition, cursor)
+            if {user for _, user in lines} <= set(moved) and len(lines) < MOVED_LINES:
+                await self._add(partition, records, lease)
+                await self._flush(partition, lease)
+                return _Point(lines[-1][0] if lines else cursor, applied)
+        raise self._too_busy(partition)
+
+    async def _moved(self, partition: int, cursor: str) -> tuple[list[str], int, str]:
+        """Users with lines in the log after the cursor, how many lines, and where the log ends."""
+        moved: dict[str, None] = {}
+        n_lines, end = 0, cursor
+        while lines := await self._users.tail(partition, end, block_ms=0, count=LOG_LINES):
+            moved |= dict.fromkeys(line.user_id for line in lines)
+            n_lines, end = n_lines + len(lines), lines[-1].cursor
+        await self._check_gap(partition, cursor)
+        return list(moved), n_lines, end
+
+    async def _check_gap(self, partition: int, cursor: str) -> None:
+        if cursor != BEFORE_ALL and not await self._users.logged(partition, cursor):
+            raise self._too_busy(partition)
+
+    def _too_busy(self, partition: int) -> SnapshotError:
+        return SnapshotError(f"users of partition {partition} move faster than they can be read: try again later")
+
+    async def _load(self, users: Sequence[str]) -> list[UserRecord]:
+        """Users' records; one who moves while they are read has a line in the log, and is read again."""
+        commands: list[tuple[str, ...]] = []
+        for user in users:
+            commands.append(("HMGET", self._keys.user(user), "incarnation", "version", "epoch", "state"))
+            commands.append(("LRANGE", self._keys.samples(user), "0", "-1"))
+        return await self._decode(users, await pipeline(self._redis, commands))
+
+    async def _load_with_log(
+        self, partition: int, cursor: str, users: Sequence[str]
+    ) -> tuple[list[UserRecord], list[tuple[str, str]], int]:
+        """Users' records with (cursor, user) of the lines after a cursor and the events applied, of one moment."""
+        keys = [self._keys.marker(partition), self._keys.counters(partition), self._keys.update_log(partition)]
+        for user in users:
+            keys += [self._keys.user(user), self._keys.samples(user)]
+        status, *rest = await self._collect.call(keys, [self._record.store_epoch, cursor, MOVED_LINES])
+        if status != b"ok":
+            raise StoreReset(f"partition {partition} of {self._record.name} belongs to another store now")
+        applied, rows, *replies = rest
+        lines = [(entry_id, as_text(fields.get(b"u"))) for entry_id, fields in parse_entries(rows)]
+        return await self._decode(users, replies), lines, as_int(applied)
+
+    async def _decode(self, users: Sequence[str], replies: Sequence[Any]) -> list[UserRecord]:
+        pairs = zip(users, replies[0::2], replies[1::2], strict=True)
+        return await asyncio.to_thread(lambda: [self._record_of(*pair) for pair in pairs])
+
+    def _record_of(self, user: str, fields: Any, samples: Any) -> UserRecord:
+        """A user as stored; without a state when they have none, or one that no restore could use."""
+        nothing = UserRecord(user, 0, 0, 0, b"")
+        self._damaged.discard(user)
+        if fields[3] is None:
+            return nothing
+        try:
+            incarnation, version, epoch = (as_int(field) for field in fields[:3])
+            blobs = tuple(map(as_bytes, samples))
+            record = UserRecord(user, incarnation, version, epoch, as_bytes(fields[3]), blobs)
+            check_record(record, self._rules)
+        except CorruptRecord as error:
+            log.error("not in the snapshot: %s", error)
+            self._damaged.add(user)
+            return nothing
+        return record
+
+    async def _add(self, partition: int, records: Iterable[UserRecord], lease: Lease) -> None:
+        for record in records:
+            known = self._held.get(record.user_id)
+            if known is None:
+                self._read += 1
+            if record.state or known:  # of one who was not there before there is nothing to say
+                self._waiting.append(record)
+                self._waiting_bytes += record.size
+                self._held[record.user_id] = bool(record.state)
+        if len(self._waiting) >= CHUNK_USERS or self._waiting_bytes >= CHUNK_BYTES:
+            await self._flush(partition, lease)
+        self._progress("users", self._read, max(self._read, self._total))
+
+    async def _flush(self, partition: int, lease: Lease) -> None:
+        records, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if records:
+            await lease.confirm()
+            await asyncio.to_thread(self._writer.add_users, partition, records)
+            reach("snapshot-after-chunk")

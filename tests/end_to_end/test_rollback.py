@@ -1,0 +1,146 @@
+"""Snapshots with real processes: a bad hour is rolled back while requests are answered, and a lost store comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.deployment import Deployment
+from bench.environments import Round, SyntheticGroups
+from tests.end_to_end.test_crashes import eventually, learned
+from tests.end_to_end.test_loop import asked_again, play_over_http
+
+
+def metaban(data_dir: Path, *words: str, code: int = 0, **environment: str) -> str:
+    """What `metaban snapshot` says."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("METABAN_", "REDIS_URL"))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "service.cli", "snapshot", *words],
+        env={**kept, "METABAN_DATA_DIR": str(data_dir), "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return (done.stdout if code == 0 else done.stderr).strip()
+
+
+def spoil(client: httpx.Client, first: int, last: int) -> None:
+    """Rewards that say the opposite, for users who are known."""
+    world = SyntheticGroups(seed=9)
+    for number in range(first, last):
+        asked = world.next_round()
+        arms = [{"id": str(place), "features": row} for place, row in enumerate(asked.arms.tolist())]
+        body = {"user_id": f"user-{number % 12}", "arms": arms, "decision_id": f"spoilt-{number}"}
+        arm = int(client.post("/recommend", json=body).json()["items"][0]["arm_id"])
+        told = {"decision_id": f"spoilt-{number}", "reward": 1.0 - world.reward(asked, arm)}
+        assert client.post("/feedback", params={"wait": "applied"}, json=told).status_code == 202
+
+
+def close(thought: list[dict[str, object]], other: list[dict[str, object]]) -> bool:
+    return all(new == pytest.approx(old, rel=1e-3, abs=1e-3) for old, new in zip(thought, other, strict=True))
+
+
+def test_a_bad_hour_is_rolled_back_under_traffic(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    service = Deployment(data)
+    with service, httpx.Client(base_url=service.url, timeout=30) as client:
+        world = SyntheticGroups(seed=3)
+        play_over_http(client, world, 0, 150)
+        for user in range(12):  # everyone who will be asked about is known
+            play_over_http(client, OneUser(user), 1_000 + user, 1_001 + user)
+        thought = asked_again(client, SyntheticGroups(seed=1))
+        snapshot = metaban(data, "create", "--name", "good")
+        assert snapshot in metaban(data, "list", "--verify")
+        spoil(client, 0, 100)
+        assert not close(thought, asked_again(client, SyntheticGroups(seed=1)))
+        before = client.get("/health/ready").json()
+        assert before["status"] == "ready"
+
+        answers: list[int] = []
+        done = threading.Event()
+
+        def ask() -> None:
+            with httpx.Client(base_url=service.url, timeout=30) as other:
+                while not done.is_set():
+                    asked = SyntheticGroups(seed=len(answers)).next_round()
+                    arms = [{"id": str(place), "features": row} for place, row in enumerate(asked.arms.tolist())]
+                    body = {"user_id": asked.user_id, "arms": arms}
+                    answers.append(other.post("/recommend", json=body).status_code)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert "restored" in metaban(data, "restore", "good", "--yes")
+        assert eventually(lambda: close(thought, asked_again(client, SyntheticGroups(seed=1))))
+        done.set()
+        asking.join()
+        assert len(answers) > 10
+        assert set(answers) == {200}
+        assert learned(service) == 162
+        assert client.get("/health/ready").json()["status"] == "ready"
+        # It learns on, epochs included.
+        plays = play_over_http(client, world, 2_000, 2_150)
+        assert len(plays) == 150
+        assert learned(service) == 312
+
+        # A restore that is killed says so, and another one mends it.
+        metaban(data, "restore", "good", code=-9, METABAN_FAILPOINTS="restore-after-chunk=2")
+        assert eventually(lambda: client.get("/health/ready").status_code == 503)
+        told = client.get("/health/ready").json()["checks"]["restore"]["detail"]
+        assert f"metaban snapshot restore {snapshot}" in told
+        metaban(data, "restore", snapshot)
+        assert eventually(lambda: client.get("/health/ready").status_code == 200)
+        assert eventually(lambda: close(thought, asked_again(client, SyntheticGroups(seed=1))))
+        assert "cannot follow" not in service.log()
+        assert "unexpected_error" not in service.log()
+
+    # The store is lost; what was exported brings everything back before the service starts again.
+    metaban(data, "export", "good", str(tmp_path / "kept.tar"))
+    shutil.rmtree(data)
+    assert metaban(data, "import", str(tmp_path / "kept.tar")) == snapshot
+    assert "restored" in metaban(data, "restore", "latest")
+    with service, httpx.Client(base_url=service.url, timeout=30) as client:
+        assert close(thought, asked_again(client, SyntheticGroups(seed=1)))
+        play_over_http(client, world, 3_000, 3_010)
+        assert learned(service) == 172
+
+
+class OneUser:
+    """A world in which one user asks."""
+
+    def __init__(self, user: int) -> None:
+        self._user = user
+        self._world = SyntheticGroups(seed=77)
+
+    def next_round(self) -> Round:
+        return replace(self._world.next_round(), user=self._user)
+
+    def reward(self, asked: Round, arm: int) -> float:
+        return self._world.reward(asked, arm)
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    assert "there is no store" in metaban(data, "create", code=1)
+    assert not data.exists()
+    assert "there is no snapshot" in metaban(data, "restore", "latest", code=1)
+    (tmp_path / "file").write_bytes(b"hello")
+    assert "cannot be used" in metaban(data, "import", str(tmp_path / "file"), code=1)
+    assert "cannot be opened" in metaban(data, "import", str(tmp_path / "nothing"), code=1)
+    assert "letters" in metaban(data, "create", "--name", "../x", code=2)
+    folder = data / "snapshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "20260301T060000Z-ab12cd.tar").write_bytes(bytes(4_096))
+    assert "20260301T060000Z-ab12cd" in metaban(data, "list", code=1)
+    assert "cannot be used" in metaban(data, "restore", "20260301T060000Z-ab12cd", code=1)
+    assert "cannot be used" in metaban(data, "export", "20260301T060000Z-ab12cd", str(tmp_path / "out"), code=1)
+    assert not (tmp_path / "out").exists()
+    assert "no namespace default" in metaban(data, "create", code=1)

@@ -1,0 +1,106 @@
+"""A namespace that learns, snapshots of it, and what both hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from service.snapshot_rules import KnownLearners
+from store.epochs import Epoch
+from store.events import RewardEvent
+from store.snapshot_file import SnapshotReader
+from store.snapshot_manifest import Manifest
+from store.snapshot_records import UserRecord
+from store.snapshot_restore import Restored, restore_snapshot
+from store.snapshots import create_snapshot
+from tests.worker.workshop import NAME, Workshop, make_event
+
+RULES = KnownLearners()
+CARRY_INCARNATIONS = "incarnation" in {field.name for field in fields(RewardEvent)}
+
+
+async def take(shop: Workshop, folder: Path, **options: object) -> Manifest:
+    return await create_snapshot(shop.redis, shop.record, folder, RULES, **options)  # type: ignore[arg-type]
+
+
+async def put_back(
+    redis: Redis, folder: Path, manifest: Manifest, namespace: str = NAME, **options: object
+) -> Restored:
+    path = folder / f"{manifest.id}.tar"
+    return await restore_snapshot(redis, path, namespace, RULES, **options)  # type: ignore[arg-type]
+
+
+def kept(folder: Path, manifest: Manifest) -> dict[str, UserRecord]:
+    """What a file holds of users."""
+    with SnapshotReader(folder / f"{manifest.id}.tar") as reader:
+        chunks = [chunk for partition in range(manifest.partitions) for chunk in reader.chunks(partition)]
+    records = [record for chunk in chunks for record in chunk]
+    assert len({record.user_id for record in records}) == len(records)
+    return {record.user_id: record for record in records}
+
+
+def kept_epoch(folder: Path, manifest: Manifest) -> Epoch:
+    with SnapshotReader(folder / f"{manifest.id}.tar") as reader:
+        return reader.epoch()
+
+
+async def stored(shop: Workshop) -> dict[str, UserRecord]:
+    """What the store holds of users who have a state."""
+    found = {}
+    for partition in range(shop.record.partitions):
+        for user, (incarnation, version) in (await shop.users.versions(partition)).items():
+            stored_fields = await shop.redis.hgetall(shop.keys.user(user))
+            assert (int(stored_fields[b"incarnation"]), int(stored_fields[b"version"])) == (incarnation, version)
+            if b"state" in stored_fields:
+                samples = await shop.redis.lrange(shop.keys.samples(user), 0, -1)
+                found[user] = UserRecord(
+                    user, incarnation, version, int(stored_fields[b"epoch"]), stored_fields[b"state"], tuple(samples)
+                )
+    return found
+
+
+def learned(records: dict[str, UserRecord]) -> dict[str, tuple[int, bytes, tuple[bytes, ...]]]:
+    """What learning made of users; not under which incarnation or epoch they go."""
+    return {user: (record.version, record.state, record.samples) for user, record in records.items()}
+
+
+async def tallied(shop: Workshop) -> bool:
+    """Whether every applied event is in a version, or counted as having no effect any more."""
+    for partition in range(shop.record.partitions):
+        versions = sum(version for _, version in (await shop.users.versions(partition)).values())
+        applied, undone = await shop.redis.hmget(shop.keys.counters(partition), "applied", "forgotten")
+        if int(applied or 0) != versions + int(undone or 0):
+            return False
+    return True
+
+
+async def event_of_now(shop: Workshop, user: str, number: int, **changes: Any) -> RewardEvent:
+    """An event of a decision that was made for the user as they are now."""
+    stands = await shop.redis.hget(shop.keys.versions(shop.keys.partition_of(user)), user) or b"0:0"
+    of_now = {"incarnation": int(stands.split(b":")[0])} if CARRY_INCARNATIONS else {}
+    return make_event(user, number, **of_now, **changes)
+
+
+async def learn(shop: Workshop, plan: Mapping[str, int], *, first: int) -> None:
+    """As `Workshop.learn`, with events of now."""
+    numbers = count(first)
+    await shop.streams.enqueue(
+        [await event_of_now(shop, user, next(numbers)) for user, events in plan.items() for _ in range(events)]
+    )
+    for partition in range(shop.record.partitions):
+        deliveries = await shop.streams.read(partition, "c1", count=10_000, block_ms=1)
+        await shop.publisher().publish(partition, deliveries)
+
+
+async def in_place(shop: Workshop, names: int = 12, **plan: int) -> None:
+    """Users with some events each, an epoch of their own, and everyone fitted under it."""
+    await shop.meta()._tick()
+    await shop.learn(plan or {f"user {n}": 1 + n % 4 for n in range(names)})
+    meta = shop.meta()
+    await meta._tick()
+    await meta._tick()

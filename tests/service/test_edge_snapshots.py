@@ -1,0 +1,181 @@
+"""Snapshots over HTTP: jobs, one at a time, for admins."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from edge_engine import EdgeEngine, edge
+from redis.asyncio import Redis
+
+from service.app import create_app
+from service.auth import FreshKey
+from service.engine import Engine
+from service.metrics import Metrics
+from store.keys import NamespaceKeys
+from tests.service.test_engine import settings, worker_running
+from tests.worker.workshop import soon
+
+ARMS = [{"id": f"a{n}", "features": [n, 1 - n, 0.5]} for n in range(3)]
+SNAPSHOT = "20260301T060000Z-ab12cd"
+
+
+@asynccontextmanager
+async def served(url: str, data_dir: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+    configured = settings(data_dir=data_dir, **changes)
+    metrics = Metrics()
+    app = create_app(configured, Engine.from_settings(configured, url, metrics), metrics)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,
+    ):
+        yield client
+
+
+async def teach(client: httpx.AsyncClient, user: str, rewards: list[float]) -> None:
+    for reward in rewards:
+        asked = (await client.post("/recommend", json={"user_id": user, "arms": ARMS})).json()
+        told = await client.post("/feedback?wait=applied", json={"decision_id": asked["decision_id"], "reward": reward})
+        assert told.json()["applied"], told.text
+
+
+async def thoughts(client: httpx.AsyncClient, user: str) -> list[tuple[str, float]]:
+    asked = (await client.post("/recommend", json={"user_id": user, "arms": ARMS, "k": 3})).json()
+    return sorted((item["arm_id"], round(item["mean"], 4)) for item in asked["items"])
+
+
+async def finished(client: httpx.AsyncClient, started: httpx.Response) -> dict[str, Any]:
+    assert started.status_code == 202, started.text
+    job: dict[str, Any] = started.json()
+    async with asyncio.timeout(30):
+        while job["state"] == "running":
+            await asyncio.sleep(0.02)
+            job = (await client.get(f"/admin/jobs/{job['id']}")).json()
+    return job
+
+
+async def test_back_to_a_snapshot_in_a_running_service(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    async with served(valkey_url, tmp_path) as client, worker_running(valkey_url):
+        await teach(client, "ann", [1, 0, 1, 1])
+        await teach(client, "bob", [0, 0, 1])
+        known = {user: await thoughts(client, user) for user in ("ann", "bob")}
+        job = await finished(client, await client.post("/admin/snapshots", params={"name": "good"}))
+        assert (job["kind"], job["state"], job["error"]) == ("snapshot-create", "done", None)
+        assert job["progress"] == {"doing": "users", "done": 2, "total": 2}
+        assert (job["result"]["users"], job["result"]["events"]) == (2, 7)
+        snapshot = job["result"]["snapshot"]
+        listed = (await client.get("/admin/snapshots")).json()["snapshots"]
+        assert [(entry["id"], entry["name"], entry["users"], entry["intact"]) for entry in listed] == [
+            (snapshot, "good", 2, None)
+        ]
+        assert (await client.get("/admin/snapshots?verify=true")).json()["snapshots"][0]["intact"] is True
+
+        await teach(client, "ann", [0, 0, 0, 0, 0, 0])
+        assert await thoughts(client, "ann") != known["ann"]
+        job = await finished(client, await client.post(f"/admin/snapshots/{snapshot}/restore"))
+        assert (job["kind"], job["state"], job["result"]["users"]) == ("snapshot-restore", "done", 2)
+
+        async def as_before() -> bool:
+            return {user: await thoughts(client, user) for user in known} == known
+
+        await soon(as_before)
+        ready = (await client.get("/health/ready")).json()
+        assert ready["status"] == "ready"
+        assert "restore" not in ready["checks"]
+        # It goes on from there.
+        await teach(client, "ann", [1, 1])
+        keys = NamespaceKeys("shop", 2)
+        versions = {user: await redis.hget(keys.versions(keys.partition_of(user)), user) for user in known}
+        assert versions == {"ann": b"1:6", "bob": b"1:3"}
+
+
+async def test_one_job_at_a_time_and_failures_are_told(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    async with served(valkey_url, tmp_path) as client:
+        first = await client.post("/admin/snapshots")
+        second = await client.post("/admin/snapshots")
+        assert (second.status_code, second.json()["type"]) == (409, "/problems/job-running")
+        assert first.json()["id"] in second.json()["detail"]
+        job = await finished(client, first)
+        assert job["state"] == "failed"
+        assert "nothing to keep" in job["error"]
+        assert job["finished_ms"] >= job["started_ms"]
+        (tmp_path / "snapshots" / f"{SNAPSHOT}.tar").parent.mkdir(exist_ok=True)
+        (tmp_path / "snapshots" / f"{SNAPSHOT}.tar").write_bytes(b"not a snapshot")
+        before = {key: await redis.dump(key) async for key in redis.scan_iter()}
+        job = await finished(client, await client.post(f"/admin/snapshots/{SNAPSHOT}/restore"))
+        assert "cut short" in job["error"]
+        assert {key: await redis.dump(key) async for key in redis.scan_iter()} == before
+        [entry] = (await client.get("/admin/snapshots")).json()["snapshots"]
+        assert (entry["intact"], entry["id"]) == (False, SNAPSHOT)
+        assert "cut short" in entry["problem"]
+
+
+async def test_what_is_not_there(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    async with served(valkey_url, tmp_path) as client:
+        for method, path in (("POST", f"/admin/snapshots/{SNAPSHOT}/restore"), ("GET", "/admin/jobs/nothing")):
+            answer = await client.request(method, path)
+            assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found")
+        for path in (
+            "/admin/snapshots/latest/restore",
+            "/admin/snapshots/..%2Fx/restore",
+            "/admin/snapshots?name=a%20b",
+        ):
+            assert (await client.post(path)).status_code in {404, 422}
+        assert (await client.post("/admin/snapshots?name=a%20b")).json()["type"] == "/problems/invalid-input"
+        assert (await client.get("/admin/snapshots")).json() == {"snapshots": []}
+    assert os.listdir(tmp_path) == []
+
+
+async def test_only_admins() -> None:
+    client_key, admin_key = FreshKey.generate(), FreshKey.generate()
+    calls = [
+        ("POST", "/admin/snapshots"),
+        ("GET", "/admin/snapshots"),
+        ("POST", f"/admin/snapshots/{SNAPSHOT}/restore"),
+        ("GET", "/admin/jobs/x"),
+    ]
+    async with edge(EdgeEngine(), client_keys={client_key.digest}, admin_keys={admin_key.digest}) as client:
+        for method, path in calls:
+            assert (await client.request(method, path)).status_code == 401
+            refused = await client.request(method, path, headers={"X-API-Key": client_key.key})
+            assert (refused.status_code, refused.json()["type"]) == (403, "/problems/forbidden")
+
+
+async def test_an_unfinished_restore_keeps_the_service_from_being_ready(
+    redis: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    async with served(valkey_url, tmp_path) as client:
+        keys = NamespaceKeys("shop", 2)
+        fields = {"generation": 1, "token": "restore x", "snapshot": SNAPSHOT, "target": 3}
+        await redis.hset(keys.restoring, mapping=fields)
+        await redis.set(keys.lease, "restore x")
+        under_way = await client.get("/health/ready")
+        assert (under_way.status_code, under_way.json()["checks"]["restore"]["ok"]) == (200, True)
+        await redis.delete(keys.lease)
+        unfinished = await client.get("/health/ready")
+        assert unfinished.status_code == 503
+        assert f"metaban snapshot restore {SNAPSHOT}" in unfinished.json()["checks"]["restore"]["detail"]
+
+
+async def test_a_stop_breaks_a_job_off(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    async with served(valkey_url, tmp_path) as client, worker_running(valkey_url):
+        await teach(client, "ann", [1])
+        await redis.set(NamespaceKeys("shop", 2).lease, "somebody", px=60_000)
+        assert (await client.post("/admin/snapshots")).status_code == 202
+        await asyncio.sleep(0.1)
+    assert os.listdir(tmp_path / "snapshots") == []
+
+
+@pytest.mark.parametrize("path", ["/admin/snapshots", "/admin/snapshots/{snapshot_id}/restore"])
+async def test_the_documentation(path: str) -> None:
+    async with edge(EdgeEngine()) as client:
+        schema = (await client.get("/openapi.json")).json()
+    call = schema["paths"][path]["post"]
+    assert "application/problem+json" in call["responses"]["409"]["content"]
+    assert call["responses"]["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/JobOut")

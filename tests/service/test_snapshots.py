@@ -1,0 +1,511 @@
+"""Snapshots are of one moment, and a restore puts back exactly that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from models.settings import named_settings
+from store.errors import FenceLost, SnapshotError, StoreReset
+from store.namespaces import Namespaces
+from store.restores import RestoreStore
+from store.snapshot_records import rules_for
+from store.users import UserUpdate
+from tests.service.snapshooting import (
+    RULES,
+    event_of_now,
+    in_place,
+    kept,
+    kept_epoch,
+    learn,
+    learned,
+    put_back,
+    stored,
+    take,
+    tallied,
+)
+from tests.worker.conftest import OpenWorkshop, open_workshop  # noqa: F401 (a fixture)
+from tests.worker.workshop import NAME, Workshop, layout, make_event, small
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts, so that little is enough to have many."""
+    monkeypatch.setattr("store.snapshots.CHUNK_USERS", 3)
+    monkeypatch.setattr("store.snapshots.LOAD_USERS", 2)
+    monkeypatch.setattr("store.snapshots.MOVED_USERS", 4)
+    monkeypatch.setattr("store.snapshot_restore.WRITE_USERS", 2)
+
+
+@pytest.fixture
+async def shop(open_workshop: OpenWorkshop) -> Workshop:  # noqa: F811
+    shop = await open_workshop(partitions=3)
+    await in_place(shop)
+    return shop
+
+
+async def test_a_snapshot_is_what_is_stored(shop: Workshop, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    manifest = await take(shop, tmp_path, name="first", progress=lambda *told: seen.append(told))
+    assert kept(tmp_path, manifest) == await stored(shop)
+    assert manifest.users == 12
+    assert manifest.applied == tuple((await shop.users.applied()).values())
+    assert manifest.cursors == tuple([await shop.users.log_head(partition) for partition in range(3)])
+    current = await shop.epochs.current()
+    assert current is not None
+    found = kept_epoch(tmp_path, manifest)
+    assert (found.number, found.events, found.refitted) == (current.number, current.events, current.refitted)
+    assert {name: array.tobytes() for name, array in found.tensors.items()} == {
+        name: array.tobytes() for name, array in current.tensors.items()
+    }
+    assert manifest.epoch == current.number > 0
+    assert seen[-1] == ("users", 12, 12)
+    assert (manifest.name, manifest.namespace, manifest.damaged) == ("first", NAME, 0)
+    assert not await shop.redis.exists(shop.keys.lease)
+
+
+async def test_a_snapshot_under_traffic_is_of_one_line_of_each_log(shop: Workshop, tmp_path: Path) -> None:
+    done = asyncio.Event()
+    applied = 0
+
+    async def traffic() -> None:
+        nonlocal applied
+        number = 1_000
+        while not done.is_set():
+            number += 1
+            await learn(shop, {f"user {number % 17}": 1, f"guest {number % 40}": 1}, first=2 * number)
+            applied += 2
+
+    running = asyncio.create_task(traffic())
+    try:
+        for _ in range(5):
+            before = applied
+            manifest = await take(shop, tmp_path)
+            records = kept(tmp_path, manifest)
+            assert sum(record.version for record in records.values()) == manifest.events
+            assert applied > before
+            # Replayed up to the snapshot's cursors, the logs name exactly the versions that are in it.
+            standing = {}
+            for partition, cursor in enumerate(manifest.cursors):
+                lines = await shop.redis.xrange(shop.keys.update_log(partition), "-", cursor)
+                standing |= {line[b"u"].decode(): (int(line[b"i"]), int(line[b"v"])) for _, line in lines}
+                assert lines[-1][0] == cursor.encode()
+                assert int(lines[-1][1][b"t"]) == manifest.applied[partition]
+            assert standing == {user: (record.incarnation, record.version) for user, record in records.items()}
+            for record in records.values():
+                assert len(record.samples) == min(record.version, shop.samples_kept)
+    finally:
+        done.set()
+        await running
+    assert kept(tmp_path, manifest) != await stored(shop)
+
+
+async def test_a_partition_that_never_rests_is_refused(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.snapshots.MAX_PASSES", 0)
+    with pytest.raises(SnapshotError, match="try again later"):
+        await take(shop, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_damaged_user_is_left_out(shop: Workshop, tmp_path: Path) -> None:
+    await shop.redis.hset(shop.keys.user("user 3"), "state", b"broken")
+    manifest = await take(shop, tmp_path)
+    assert (manifest.users, manifest.damaged) == (11, 1)
+    assert "user 3" not in kept(tmp_path, manifest)
+    await put_back(shop.redis, tmp_path, manifest)
+
+
+async def test_restore(shop: Workshop, tmp_path: Path) -> None:
+    before = await stored(shop)
+    manifest = await take(shop, tmp_path)
+    epoch = await shop.epochs.current()
+    assert epoch is not None
+    await learn(shop, {"user 1": 3, "user 2": 1, "late": 2}, first=500)
+    meta = shop.meta()
+    await meta._tick()
+    moved = await stored(shop)
+    total = sum((await shop.users.applied()).values())
+
+    done = await put_back(shop.redis, tmp_path, manifest)
+    after = await stored(shop)
+    assert learned(after) == learned(before)
+    current = await shop.epochs.current()
+    assert current is not None
+    assert (done.users, done.dropped, done.forgotten, done.epoch) == (12, 1, 0, current.number)
+    assert current.number > epoch.number
+    assert current.refitted == current.number
+    assert {record.epoch for record in after.values()} == {current.number}
+    assert all(np.array_equal(current.tensors[name], tensor) for name, tensor in epoch.tensors.items())
+    # Whatever was computed for the user before is void.
+    assert all(record.incarnation > moved[user].incarnation for user, record in after.items())
+    assert await shop.redis.hgetall(shop.keys.user("late")) == {
+        b"incarnation": b"1",
+        b"version": b"0",
+        b"dropped": b"1",
+    }
+    assert not await shop.redis.exists(shop.keys.samples("late"))
+    assert await RestoreStore(shop.redis, shop.keys, shop.record.store_epoch).unfinished() is None
+    # What was ever applied is not turned back, and the next epoch is as near as it was.
+    assert sum((await shop.users.applied()).values()) == total
+    assert total - current.events == manifest.events - epoch.events
+    assert await tallied(shop)
+
+
+async def test_what_was_computed_before_a_restore_is_refused_after(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    partition = shop.keys.partition_of("user 1")
+    [delivery] = await shop.give([make_event("user 1", 900)], partition=partition)
+    assert delivery.event is not None
+    state = (await shop.users.load(["user 1"]))["user 1"]
+    late = replace(state, version=state.version + 1)
+    update = UserUpdate(late, state.version, state.incarnation, [delivery.event.sample()], [delivery.entry_id])
+    rebased = replace(state, epoch=state.epoch + 1)
+
+    await put_back(shop.redis, tmp_path, manifest)
+    restored = await stored(shop)
+    with pytest.raises(FenceLost, match="version"):
+        await shop.users.apply(partition, "c1", [delivery.entry_id], [update])
+    assert await shop.users.rebase(partition, [rebased]) == [False]
+    assert await stored(shop) == restored
+
+
+async def test_events_applied_during_a_restore_count_once_or_are_gone(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    versions = {user: record.version for user, record in kept(tmp_path, manifest).items()}
+    await learn(shop, {f"user {n}": 7 for n in range(12)}, first=100)
+    heads = [await shop.users.log_head(partition) for partition in range(3)]
+    done = asyncio.Event()
+    model = shop.new_model()
+    await model.refresh_epoch()
+
+    async def traffic(partition: int) -> None:
+        worker, number = f"w{partition}", 10_000 * (1 + partition)
+        mine = [user for user in versions if shop.keys.partition_of(user) == partition]
+        while not done.is_set():
+            number += 1
+            await shop.streams.enqueue([await event_of_now(shop, mine[number % len(mine)], number)])
+            deliveries = await shop.streams.read(partition, worker, count=8, block_ms=1)
+            if deliveries:
+                await shop.publisher(worker, model=model).publish(partition, deliveries)
+
+    running = [asyncio.create_task(traffic(partition)) for partition in range(3)]
+    for _ in range(3):
+        restored = await put_back(shop.redis, tmp_path, manifest)
+    done.set()
+    await asyncio.gather(*running)
+    # Replayed from where each was put back for the last time, the log tells every version.
+    expected = {}
+    for partition, head in enumerate(heads):
+        for _, line in await shop.redis.xrange(shop.keys.update_log(partition), f"({head}"):
+            user, standing = line[b"u"].decode(), (int(line[b"i"]), int(line[b"v"]))
+            if standing == (3, versions[user]) and not line[b"e"] and expected.get(user, (0, 0))[0] < 3:
+                expected[user] = standing
+            elif line[b"e"] and user in expected:
+                expected[user] = (3, expected[user][1] + len(line[b"e"].split(b",")))
+                assert standing == expected[user]
+    after = await stored(shop)
+    assert expected == {user: (record.incarnation, record.version) for user, record in after.items()}
+    assert any(version > versions[user] for user, (_, version) in expected.items())
+    assert await tallied(shop)
+    # Whoever was fitted under the epoch before meanwhile has been, or is, fitted again.
+    await shop.meta()._tick()
+    labels = await shop.users.fitted_under(versions)
+    assert {user: epoch for user, epoch in labels.items() if epoch < restored.epoch} == {}
+
+
+async def test_a_worker_that_was_overtaken_by_a_restore_catches_up(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    behind = shop.new_model()
+    await behind.refresh_epoch()
+    done = await put_back(shop.redis, tmp_path, manifest)
+    assert behind.epoch.number < done.epoch
+    partition = shop.keys.partition_of("user 1")
+    deliveries = await shop.give([await event_of_now(shop, "user 1", 77)], partition=partition)
+    await shop.publisher(model=behind).publish(partition, deliveries)
+    assert await shop.users.fitted_under(["user 1"]) == {"user 1": done.epoch}
+
+
+async def test_learning_goes_on_after_a_restore(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    await learn(shop, {"user 1": 40}, first=2_000)
+    meta = shop.meta()
+    await meta._tick()
+    await put_back(shop.redis, tmp_path, manifest)
+    number = await shop.epochs.current_number()
+    assert number is not None
+    # Events went from 30 to 70, past a doubling, and yet what was restored is not replaced at once.
+    await meta._tick()
+    assert await shop.epochs.current_number() == number
+    # The next one is at 128, as ever.
+    await learn(shop, {f"user {n}": 5 for n in range(12)}, first=3_000)
+    await meta._tick()
+    assert await shop.epochs.current_number() == number + 1
+    versions = await shop.versions()
+    assert versions == {f"user {n}": 1 + n % 4 + 5 for n in range(12)}
+
+
+async def test_a_restored_store_learns_as_the_first_one_would_have(
+    open_workshop: OpenWorkshop,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Disaster recovery: into an empty store, and then the same events give the same learners and epochs."""
+    shop = await open_workshop(partitions=2, settings=named_settings("default", epoch_events=8), samples_kept=30)
+    noted = shop.model.trainer.learner.noted  # type: ignore[union-attr]
+
+    async def go_on(where: Workshop, first: int, last: int) -> None:
+        for number in range(first, last):
+            epoch = await where.epochs.current_number() or 0
+            phi = np.resize(generator_of(number), noted).astype(np.float32)
+            event = await event_of_now(where, f"user {number % 5}", number, phi=phi, epoch=epoch)
+            await where.streams.enqueue([event])
+            for partition in range(2):
+                await where.model.refresh_epoch()
+                await where.publisher().publish(
+                    partition, await where.streams.read(partition, "c1", count=9, block_ms=1)
+                )
+            await meta_of[id(where)]._tick()
+
+    def generator_of(number: int) -> np.ndarray:
+        return np.random.default_rng(number).normal(size=7) * 0.1
+
+    meta_of = {id(shop): shop.meta()}
+    await shop.meta()._tick()
+    await go_on(shop, 0, 45)
+    manifest = await take(shop, tmp_path)
+    at_snapshot = await stored(shop)
+    await go_on(shop, 45, 80)
+    expected, epoch = await stored(shop), await shop.epochs.current()
+
+    await shop.redis.flushall()
+    await put_back(shop.redis, tmp_path, manifest)
+    record = await Namespaces(shop.redis).load(NAME)
+    assert record is not None
+    assert record.store_epoch != shop.record.store_epoch
+    assert (record.seed, record.learner, record.layout) == (0, shop.record.learner, shop.record.layout)
+    again = Workshop(shop.redis, record, shop.compute, samples_kept=30)
+    assert learned(await stored(again)) == learned(at_snapshot)
+    assert (await again.epochs.current_number()) == manifest.epoch
+    assert sum((await again.users.applied()).values()) == 45
+    meta_of[id(again)] = again.meta()
+    await go_on(again, 45, 80)
+    found, current = await stored(again), await again.epochs.current()
+    assert epoch is not None
+    assert current is not None
+    assert current.number == epoch.number > manifest.epoch
+    assert current.events == epoch.events
+    for name, tensor in epoch.tensors.items():
+        np.testing.assert_array_equal(current.tensors[name], tensor, err_msg=name)
+    assert learned(found) == learned(expected)
+    assert await tallied(again)
+
+
+async def test_a_learner_that_counts_epochs_is_told_the_new_number(
+    open_workshop: OpenWorkshop,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    shop = await open_workshop(settings=named_settings("default"))
+    meta = shop.meta()
+    await meta._tick()
+    manifest = await take(shop, tmp_path)
+    assert kept_epoch(tmp_path, manifest).tensors["epoch"] == manifest.epoch == 0
+    for _ in range(3):
+        done = await put_back(shop.redis, tmp_path, manifest)
+    current = await shop.epochs.current()
+    assert current is not None
+    assert current.tensors["epoch"] == done.epoch == current.number == 3
+
+
+async def test_a_user_left_behind_by_an_epoch_is_fitted_again(shop: Workshop, tmp_path: Path) -> None:
+    """One whose state is of older inputs when the snapshot is taken does not count as fitted when it is restored."""
+    await shop.redis.hset(shop.keys.user("user 5"), "epoch", 0)  # the last refit has passed them by
+    await shop.redis.hset(shop.keys.user("user 6"), "epoch", 99)  # refitted by a trainer that died before it published
+    manifest = await take(shop, tmp_path)
+    sound = {user: state for user, state in (await stored(shop)).items() if user not in ("user 5", "user 6")}
+    done = await put_back(shop.redis, tmp_path, manifest)
+    labels = await shop.users.fitted_under(await shop.versions())
+    assert {user for user, epoch in labels.items() if epoch < done.epoch} == {"user 5", "user 6"}
+    await shop.meta()._tick()
+    labels = await shop.users.fitted_under(await shop.versions())
+    assert set(labels.values()) == {done.epoch}
+    after = await stored(shop)
+    assert learned({user: after[user] for user in sound}) == learned(sound)
+
+
+async def test_who_was_forgotten_on_request_stays_so(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    partition = shop.keys.partition_of("user 4")
+    await shop.redis.delete(shop.keys.user("user 4"), shop.keys.samples("user 4"))
+    await shop.redis.hset(shop.keys.user("user 4"), mapping={"incarnation": 1, "version": 0})
+    await shop.redis.hset(shop.keys.versions(partition), "user 4", "1:0")
+    done = await put_back(shop.redis, tmp_path, manifest)
+    assert (done.users, done.forgotten) == (11, 1)
+    assert await shop.redis.hgetall(shop.keys.user("user 4")) == {b"incarnation": b"2", b"version": b"0"}
+    assert await shop.redis.hget(shop.keys.versions(partition), "user 4") == b"2:0"
+
+
+async def test_whom_a_restore_dropped_another_brings_back(shop: Workshop, tmp_path: Path) -> None:
+    early = await take(shop, tmp_path)
+    await learn(shop, {"late": 2}, first=700)
+    late = await take(shop, tmp_path)
+    wanted = await stored(shop)
+    await put_back(shop.redis, tmp_path, early)
+    assert "late" not in await stored(shop)
+    after_drop = await take(shop, tmp_path)
+    assert after_drop.users == early.users
+    done = await put_back(shop.redis, tmp_path, late)
+    assert done.forgotten == 0
+    assert learned(await stored(shop)) == learned(wanted)
+
+
+async def test_no_epoch_is_published_while_a_restore_is_unfinished(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    restores = RestoreStore(shop.redis, shop.keys, shop.record.store_epoch)
+    assert await shop.epochs.acquire_lease("gone", 60_000)
+    begun = await restores.begin(manifest.id, lease_token="gone", least_number=1)
+    unfinished = await restores.unfinished()
+    assert unfinished == begun
+    number = await shop.epochs.current_number()
+    # Not even by one who has the lease.
+    epoch = await shop.epochs.current()
+    assert epoch is not None
+    assert not await shop.epochs.publish(replace(epoch, number=epoch.number + 1), lease_token="gone")
+    await shop.epochs.release_lease("gone")
+    unfinished = await restores.unfinished()
+    assert unfinished is not None
+    assert not unfinished.alive
+    await learn(shop, {f"user {n}": 10 for n in range(12)}, first=4_000)
+    states = await stored(shop)
+    await shop.meta()._tick()
+    assert await shop.epochs.current_number() == number
+    assert await stored(shop) == states
+    with pytest.raises(SnapshotError, match="not finished"):
+        await take(shop, tmp_path)
+    done = await put_back(shop.redis, tmp_path, manifest)
+    assert done.epoch == begun.target
+    assert await restores.unfinished() is None
+
+
+async def test_a_restore_that_was_overtaken_writes_nothing(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    restores = RestoreStore(shop.redis, shop.keys, shop.record.store_epoch)
+    assert await shop.epochs.acquire_lease("slow", 60_000)
+    slow = await restores.begin(manifest.id, lease_token="slow", least_number=1)
+    await shop.epochs.release_lease("slow")
+    await put_back(shop.redis, tmp_path, manifest)
+    states, number = await stored(shop), await shop.epochs.current_number()
+    records = [record for record in kept(tmp_path, manifest).values() if shop.keys.partition_of(record.user_id) == 1]
+    with pytest.raises(SnapshotError, match="another restore"):
+        await restores.write(slow, 1, records, applied=0)
+    epoch = await shop.epochs.current()
+    assert epoch is not None
+    assert await shop.epochs.acquire_lease("slow", 60_000)
+    with pytest.raises(SnapshotError, match="another restore"):
+        await restores.finish(slow, replace(epoch, number=epoch.number + 1), lease_token="slow")
+    assert (await stored(shop), await shop.epochs.current_number()) == (states, number)
+
+
+async def test_a_busy_lease_is_waited_for_and_given_up(shop: Workshop, tmp_path: Path) -> None:
+    await shop.epochs.acquire_lease("trainer", 60_000)
+    for work in (take(shop, tmp_path, lease_wait_s=0.1),):
+        with pytest.raises(SnapshotError, match="under way"):
+            await work
+    await shop.epochs.release_lease("trainer")
+    manifest = await take(shop, tmp_path)
+    await shop.epochs.acquire_lease("trainer", 60_000)
+    before = await stored(shop)
+    with pytest.raises(SnapshotError, match="under way"):
+        await put_back(shop.redis, tmp_path, manifest, lease_wait_s=0.1)
+    assert await stored(shop) == before
+
+
+async def test_nothing_learned_nothing_to_keep(open_workshop: OpenWorkshop, tmp_path: Path) -> None:  # noqa: F811
+    shop = await open_workshop(fixed=False)
+    with pytest.raises(SnapshotError, match="nothing"):
+        await take(shop, tmp_path)
+    shop = await open_workshop()
+    with pytest.raises(SnapshotError, match="no epoch yet"):
+        await take(shop, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_what_does_not_fit_is_refused(shop: Workshop, tmp_path: Path, redis: Redis) -> None:
+    manifest = await take(shop, tmp_path)
+
+    async def refused(match: str, namespace: str = NAME, **options: object) -> None:
+        before = {key: await redis.dump(key) async for key in redis.scan_iter()}
+        with pytest.raises(SnapshotError, match=match):
+            await put_back(shop.redis, tmp_path, manifest, namespace, **options)
+        assert {key: await redis.dump(key) async for key in redis.scan_iter()} == before
+
+    await refused("is of namespace shop", "other")
+    namespaces = Namespaces(shop.redis)
+    await namespaces.open_or_create("wide", partitions=3, seed=0, learner=small(width=7).to_json())
+    await refused("its width is 7", "wide", rename=True)
+    await namespaces.open_or_create("split", partitions=4, seed=0, learner=small().to_json())
+    await refused("4 partitions", "split", rename=True)
+    laid = await namespaces.open_or_create("laid", partitions=3, seed=0, learner=small().to_json())
+    await namespaces.set_layout(laid, {**(shop.record.layout or {}), "context": 1})
+    await refused("laid out", "laid", rename=True)
+    # Under another name, into nothing, it is welcome.
+    done = await put_back(shop.redis, tmp_path, manifest, "copy", rename=True)
+    record = await namespaces.load("copy")
+    assert record is not None
+    copy = Workshop(shop.redis, record, shop.compute, samples_kept=5)
+    assert learned(await stored(copy)) == learned(await stored(shop))
+    assert done.users == 12
+
+
+async def test_partitions_that_lost_everything_are_restored(shop: Workshop, tmp_path: Path) -> None:
+    before = await stored(shop)
+    manifest = await take(shop, tmp_path)
+    for key in [key async for key in shop.redis.scan_iter("metaban:{shop:p01}:*")]:
+        await shop.redis.delete(key)
+    with pytest.raises(StoreReset):
+        await Namespaces(shop.redis).open_or_create(NAME, partitions=3, seed=0, learner=shop.record.learner)
+    await put_back(shop.redis, tmp_path, manifest)
+    assert learned(await stored(shop)) == learned(before)
+    await Namespaces(shop.redis).open_or_create(NAME, partitions=3, seed=0, learner=shop.record.learner)
+    await learn(shop, dict.fromkeys(before, 1), first=9_000)
+    assert sum((await shop.versions()).values()) == manifest.events + 12
+
+
+async def test_another_store_meanwhile(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    restores = RestoreStore(shop.redis, shop.keys, shop.record.store_epoch)
+    await shop.epochs.acquire_lease("me", 60_000)
+    begun = await restores.begin(manifest.id, lease_token="me", least_number=1)
+    await shop.redis.flushall()
+    for work in (
+        restores.write(begun, 0, [], applied=0),
+        restores.begin(manifest.id, lease_token="me", least_number=1),
+    ):
+        with pytest.raises(StoreReset):
+            await work
+    assert await shop.redis.dbsize() == 0
+
+
+@pytest.mark.parametrize(
+    ("learner", "layout_"),
+    [
+        ({"preset": "nobody's"}, {}),
+        ({"width": "wide"}, {}),
+        ({"from the future": 1}, {}),
+        ({}, {"arm": None}),
+        ({}, {"arm": 1 << 60}),
+        ({"width": 1 << 40}, {}),
+        ({}, {"unknown": 1}),
+    ],
+)
+def test_learners_that_cannot_be(learner: dict[str, object], layout_: dict[str, object]) -> None:
+    with pytest.raises(SnapshotError, match="this version"):
+        rules_for(RULES, {**small().to_json(), **learner}, {**layout().to_json(), **layout_})
