@@ -38,6 +38,7 @@ from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreError
 from store.events import Enqueued, EventStream, RewardEvent
+from store.failpoints import reach
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
 
@@ -163,7 +164,9 @@ class Engine:
                 rejected.append(outcome)
             else:
                 events.append(outcome)
+        reach("server-before-enqueue")
         stored = await self._events.enqueue(events) if events else []
+        reach("server-after-enqueue")
         applied: bool | None = None
         if wait_applied:
             waits = [self._wait(event, entry) for event, entry in zip(events, stored, strict=True)]

@@ -11,6 +11,7 @@ import structlog
 
 from store.errors import FenceLost, StoreError, StoreReset, StoreUnavailable
 from store.events import Delivery, EventStream
+from store.failpoints import reach
 from worker.publisher import Publisher
 
 #: Events taken in one read.
@@ -64,6 +65,7 @@ class Consumer:
                     self._partition, self._name, count=BATCH_EVENTS, block_ms=READ_BLOCK_MS
                 )
                 if fresh:
+                    reach("worker-after-read")
                     await self._learn(fresh)
             except StoreUnavailable as error:
                 log.warning("store unavailable", partition=self._partition, error=str(error))

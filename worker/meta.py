@@ -18,6 +18,7 @@ import structlog
 
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreReset, StoreUnavailable
+from store.failpoints import reach
 from store.users import UserState, UserStore
 from worker.epochs import choose_teachers, derive_shared
 from worker.model import NamespaceModel, SharedEpoch
@@ -103,6 +104,7 @@ class MetaTrainer:
             return
         if not await self._epochs.acquire_lease(self._token, LEASE_MS):
             return
+        reach("meta-leased")
         heartbeat = asyncio.create_task(self._keep_lease())
         try:
             if not due:
@@ -148,6 +150,7 @@ class MetaTrainer:
         number = current.number + 1
         refit = trainer.learner.refit_due(current.events, total)
         derived = SharedEpoch(number, total, tuple(members), tensors, number if refit else current.refitted)
+        reach("meta-derived")
         if refit and not await self._refit(trainer, derived, user_ids):
             return
         epoch = Epoch(number, total, _arrays(derived), derived.members, _now_ms(), derived.refitted)
@@ -162,6 +165,7 @@ class MetaTrainer:
         """
         if await self._refit(trainer, epoch, list(await self._standings())):
             self._swept = epoch.refitted
+            reach("meta-swept")
 
     async def _standings(self) -> dict[str, tuple[int, int]]:
         """(incarnation, version) of everyone."""
@@ -191,6 +195,7 @@ class MetaTrainer:
                 by_partition.setdefault(self._users.partition_of(pupil.user_id), []).append(state)
             for partition, moved in by_partition.items():
                 await self._users.rebase(partition, moved)
+            reach("meta-refitted")
         return True
 
     async def _pupils(self, versions: Mapping[str, int]) -> list[Pupil]:
@@ -199,7 +204,9 @@ class MetaTrainer:
         return [Pupil(user, version, samples[user], None) for user, version in versions.items() if user in samples]
 
     async def _publish(self, epoch: Epoch) -> bool:
+        reach("meta-before-publish")
         published = await self._epochs.publish(epoch, lease_token=self._token)
+        reach("meta-after-publish")
         if published:
             log.info("epoch published", number=epoch.number, events=epoch.events, pool=len(epoch.members) or "all")
             await self._model.refresh_epoch()

@@ -9,6 +9,7 @@ import structlog
 
 from store.errors import FenceLost, StoreReset
 from store.events import Delivery, EventStream, RewardEvent
+from store.failpoints import reach
 from store.users import UserState, UserStore, UserUpdate
 from worker.desk import FittingDesk
 from worker.model import NamespaceModel, SharedEpoch
@@ -99,6 +100,7 @@ class Publisher:
         by_user: dict[str, list[tuple[str, RewardEvent]]] = {}
         for delivery in deliveries:
             if delivery.event is not None:
+                reach("worker-learn", delivery.event.arm_id)
                 by_user.setdefault(delivery.event.user_id, []).append((delivery.entry_id, delivery.event))
         states, samples = await self._users.load_learners(by_user)
         pupils = []
@@ -126,7 +128,9 @@ class Publisher:
                 )
             )
         entry_ids = [delivery.entry_id for delivery in deliveries]
+        reach("worker-before-apply")
         applied = await self._users.apply(partition, self._consumer, entry_ids, updates)
+        reach("worker-after-apply")
         if fitted.quarantined:
             await self._users.count_quarantined(partition, len(fitted.quarantined))
         await self._catch_up(partition, epoch, pupils, [update.state for update in updates])

@@ -1,0 +1,43 @@
+"""Every fault by name, with its share of a long run and the seconds it has in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from tests.chaos.faults import processes
+from tests.chaos.nursery import Nursery
+from tests.chaos.run import Row, Run
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that is done to a deployment."""
+
+    name: str
+    work: Callable[[Run], None]
+    share: float = 1.0
+    short_s: float = 2.0
+
+    @property
+    def about(self) -> str:
+        return (self.work.__doc__ or "").split("\n")[0]
+
+    def run(self, nursery: Nursery, *, seconds: float, seed: int) -> Row:
+        return Run(self.name, nursery, seconds=seconds, seed=seed).finish(self.work)
+
+
+FAULTS: Sequence[Fault] = (
+    Fault("worker-kill", processes.kill_workers),
+    Fault("worker-failpoints", processes.kill_workers_at_failpoints),
+    Fault("worker-recovery", processes.measure_recovery, 0.5, 0.0),
+    Fault("worker-stall", processes.stall_workers, 0.5, 0.0),
+    Fault("server-kill", processes.kill_servers),
+    Fault("server-failpoints", processes.kill_servers_at_failpoints),
+    Fault("store-kill-always", processes.kill_store_always),
+    Fault("store-kill-everysec", processes.kill_store_everysec),
+    Fault("everything", processes.kill_anything, 6.0, 4.0),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}
