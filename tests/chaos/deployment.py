@@ -125,6 +125,7 @@ class Node:
         self._deployment = deployment
         self._kind = kind
         self._armed = ""
+        self._changing = threading.Lock()
         self._said = 0
         self.child: Child | None = None
         self.url = ""
@@ -141,16 +142,17 @@ class Node:
 
     def start(self, failpoints: str = "") -> Child:
         """Start it; with failpoints for this one life."""
-        self._said = self.log.stat().st_size if self.log.exists() else 0
-        environment = {**self._deployment.settings, **self.environment, "REDIS_URL": self._deployment.store_url}
-        armed = failpoints or self._armed
-        self._armed = ""
-        if armed:
-            environment["METABAN_FAILPOINTS"] = armed
-        command = ["serve", "--no-worker", "--port", "0"] if self._kind == "server" else ["worker"]
-        self.url = ""
-        self.child = self._deployment.nursery.spawn(command, environment, self.log)
-        return self.child
+        with self._changing:
+            self._said = self.log.stat().st_size if self.log.exists() else 0
+            environment = {**self._deployment.settings, **self.environment, "REDIS_URL": self._deployment.store_url}
+            armed = failpoints or self._armed
+            self._armed = ""
+            if armed:
+                environment["METABAN_FAILPOINTS"] = armed
+            command = ["serve", "--no-worker", "--port", "0"] if self._kind == "server" else ["worker"]
+            self.url = ""
+            self.child = self._deployment.nursery.spawn(command, environment, self.log)
+            return self.child
 
     def wait_ready(self) -> None:
         """Wait until it says that it works."""
@@ -185,7 +187,8 @@ class Node:
 
     def arm(self, failpoints: str) -> None:
         """Have the next life end at a failpoint, and begin it."""
-        self._armed = failpoints
+        with self._changing:
+            self._armed = failpoints
         self.kill()
 
     def send(self, number: signal.Signals) -> None:
@@ -216,7 +219,6 @@ class Deployment:
         self.workers = [Node(self, "worker", number) for number in range(1, workers + 1)]
         self._keeper: threading.Thread | None = None
         self._keeping = threading.Event()
-        self._kept = threading.Lock()
         self.keep_files = False
 
     def __enter__(self) -> Self:

@@ -187,8 +187,8 @@ class Client:
                 lost_answer = True
                 continue
             if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-                # Of a batch some partitions may have taken their share.
-                lost_answer |= len(events) > 1
+                # The store may have taken them before it went away.
+                lost_answer = True
                 continue
             if self._ledger.may_lose and answer.status_code in (404, 422):
                 for event in events:
