@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from tests.chaos.faults import processes
+from tests.chaos.faults import backlog, epochs, network, processes
 from tests.chaos.nursery import Nursery
 from tests.chaos.run import Row, Run
 
@@ -38,6 +38,14 @@ FAULTS: Sequence[Fault] = (
     Fault("server-failpoints", processes.kill_servers_at_failpoints),
     Fault("store-kill-always", processes.kill_store_always),
     Fault("store-kill-everysec", processes.kill_store_everysec),
-    Fault("everything", processes.kill_anything, 6.0, 4.0),
+    Fault("meta-kill", epochs.kill_meta_trainer),
+    Fault("lost-replies", network.lose_replies),
+    Fault("cut-connections", network.cut_connections),
+    Fault("slow-store", network.slow_down),
+    Fault("silent-store", network.fall_silent),
+    Fault("backlog-full", backlog.fill_backlog, 0.5),
+    Fault("groups-destroyed", backlog.destroy_groups),
+    Fault("store-emptied", backlog.empty_store, 0.2),
+    Fault("everything", processes.kill_anything, 8.0, 4.0),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -128,7 +128,7 @@ class Client:
         *,
         keep_connections: bool = True,
     ) -> None:
-        self._ledger = ledger
+        self.ledger = self._ledger = ledger
         self._urls = urls
         self._rng = rng
         limits = httpx.Limits(max_keepalive_connections=None if keep_connections else 0)
