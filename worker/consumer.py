@@ -22,6 +22,7 @@ READ_BLOCK_MS = 500
 STALLED_AFTER_MS = 4_000
 #: How often a partition is searched for stalled events.
 CLAIM_EVERY_S = 1.0
+#: Stalled events tried, each alone, before new ones are read again.
 CLAIM_EVENTS = 16
 #: Attempts on an event alone before it is given up. Attempts in a batch do not count: the fault may be a neighbour's.
 SOLO_ATTEMPTS_MAX = 5
@@ -75,12 +76,16 @@ class Consumer:
         if self._on_trial is not None:
             await self._streams.forgive_attempt(self._on_trial)
             self._on_trial = None
-        stalled = await self._streams.claim_stalled(
-            self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS
-        )
-        for delivery in stalled:
+        for _ in range(CLAIM_EVENTS):
             if self._stopping.is_set():
                 return
+            # One at a time: claimed together, the others would have to stall anew when the first one kills us.
+            stalled = await self._streams.claim_stalled(
+                self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=1
+            )
+            if not stalled:
+                return
+            [delivery] = stalled
             attempt = await self._streams.count_attempt(delivery)
             if attempt > SOLO_ATTEMPTS_MAX:
                 await self._give_up(delivery)

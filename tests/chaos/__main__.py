@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: hurt real processes for a while, and see whether anything acknowledged was lost or doubled."""
+"""`python -m tests.chaos`: hurt real processes for a while, and see whether anything was lost or counted twice."""
 
 from __future__ import annotations
 

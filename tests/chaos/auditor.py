@@ -15,7 +15,6 @@ from models.presets import build_learner
 from models.settings import stored_settings
 from store.codec import Sample
 from store.epochs import Epoch
-from store.events import RewardEvent
 from store.keys import LEARNERS, NamespaceKeys
 from store.namespaces import NamespaceRecord
 from store.users import UserState
@@ -27,6 +26,8 @@ from worker.trainer import Pupil, Trainer
 LASTING_FIELDS = ("gram", "moment", "kept_heads", "kept_rewards")
 #: Sums of float32 in another order.
 TOLERANCE = 1e-4
+#: How the ids of events begin that were put into a stream behind the service's back.
+FOREIGN = b"foreign"
 
 
 @final
@@ -38,6 +39,8 @@ class User:
     standing: tuple[int, int] | None = None  # (incarnation, version) as `versions` says
     state: UserState | None = None
     samples: list[Sample] = field(default_factory=list)
+    #: Forgotten: nothing is left but the number of the incarnation.
+    tombstone: bool = False
 
 
 @final
@@ -60,6 +63,11 @@ class Books:
     @property
     def versions(self) -> int:
         return sum(user.standing[1] for user in self.users.values() if user.standing)
+
+    @property
+    def effective(self) -> int:
+        """Events that were applied to users who were not forgotten since."""
+        return self.counters.get("applied", 0) - self.counters.get("forgotten", 0)
 
 
 @final
@@ -93,6 +101,7 @@ def backlog(client: redis.Redis, keys: NamespaceKeys) -> int:
 
 def read_books(client: redis.Redis) -> Books:
     """Everything there is; damage is among the problems."""
+    store: Any = client  # whose replies the driver types as unions of everything
     record = load_record(client)
     books = Books(record, {}, {}, 0, 0, [], {}, None, None, [])
     if record is None:
@@ -100,38 +109,39 @@ def read_books(client: redis.Redis) -> Books:
     keys = record.keys
     counters: Counter[str] = Counter()
     for partition in range(keys.partitions):
-        counters.update({name.decode(): int(value) for name, value in client.hgetall(keys.counters(partition)).items()})
+        counters.update({name.decode(): int(value) for name, value in store.hgetall(keys.counters(partition)).items()})
         books.attempts += int(call(client, "HLEN", keys.attempts(partition)))
         try:
             books.pending += int(call(client, "XPENDING", keys.events(partition), LEARNERS)[0])
         except redis.ResponseError as error:
             books.problems.append(f"partition {partition}: {error}")
-        for entry_id, fields in client.xrange(keys.events(partition)):
+        for entry_id, fields in store.xrange(keys.events(partition)):
             known = fields.get(b"a")
             books.waiting[known.decode() if known is not None else entry_id.decode()] = entry_id
-        books.dead += [fields for _, fields in client.xrange(keys.dead_letters(partition))]
-        for user_id, joined in client.hgetall(keys.versions(partition)).items():
+        books.dead += [fields for _, fields in store.xrange(keys.dead_letters(partition))]
+        for user_id, joined in store.hgetall(keys.versions(partition)).items():
             incarnation, version = joined.split(b":")
             name = user_id.decode()
             books.users[name] = User(name, (int(incarnation), int(version)))
-        prefix = keys.user("").split("}:")[1]
         for kind in ("user", "samples"):
             start = keys._in(partition, f"{kind}:")
-            for key in client.scan_iter(f"{_escaped(start)}*", count=1_000):
+            for key in store.scan_iter(f"{_escaped(start)}*", count=1_000):
                 name = key.decode().removeprefix(start)
                 user = books.users.setdefault(name, User(name))
                 try:
                     if kind == "user":
-                        fields = client.hmget(key, "incarnation", "version", "epoch", "state")
-                        user.state = UserState.decode(name, *fields)
+                        fields = store.hmget(key, "incarnation", "version", "epoch", "state")
+                        user.tombstone = fields[1] == b"0" and fields[2:] == [None, None]
+                        if not user.tombstone:
+                            user.state = UserState.decode(name, *fields)
                     else:
-                        user.samples = [Sample.decode(blob) for blob in client.lrange(key, 0, -1)]
+                        user.samples = [Sample.decode(blob) for blob in store.lrange(key, 0, -1)]
                 except Exception as error:
-                    books.problems.append(f"{prefix}{name}: {error}")
+                    books.problems.append(f"{kind} {name}: {error}")
     books.counters = dict(counters)
-    number, blob = client.hmget(keys.epoch, "number", "blob")
+    number, blob = store.hmget(keys.epoch, "number", "blob")
     books.epoch_number = None if number is None else int(number)
-    books.epoch_log = [int(fields[b"n"]) for _, fields in client.xrange(keys.epoch_log)]
+    books.epoch_log = [int(fields[b"n"]) for _, fields in store.xrange(keys.epoch_log)]
     if blob is not None:
         try:
             books.epoch = Epoch.decode(blob)
@@ -163,7 +173,9 @@ def wait_settled(client: redis.Redis) -> None:
     wait_until(settled, "everybody is fitted under an epoch that is out, since the last change of inputs")
 
 
-def audit(client: redis.Redis, ledger: Ledger, *, excused_until: tuple[float, ...] = (), window_s: float = 2.0) -> Findings:
+def audit(
+    client: redis.Redis, ledger: Ledger, *, excused_until: tuple[float, ...] = (), window_s: float = 2.0
+) -> Findings:
     """Compare a drained store with what clients were told.
 
     `excused_until`: times at which the store crashed; what was acknowledged within `window_s` before may be missing.
@@ -191,7 +203,7 @@ def _audit_effects(
         findings.problems.append(f"{len(unknown)} events were sent and never acknowledged, {unknown[0].event_id} first")
     expected = [event for event in ledger.acknowledged() if not event.poison]
     findings.acknowledged = len(expected)
-    findings.applied = books.counters.get("applied", 0)
+    findings.applied = books.effective
     effects = Counter((user.user_id, sample.arm_id) for user in books.users.values() for sample in user.samples)
     rewards = {(user.user_id, one.arm_id): one.reward for user in books.users.values() for one in user.samples}
     per_user: Counter[str] = Counter()
@@ -221,8 +233,6 @@ def _audit_effects(
         if version != per_user[user.user_id]:
             findings.twice += max(0, version - per_user[user.user_id])
             findings.problems.append(f"{user.user_id} is at version {version} after {per_user[user.user_id]} events")
-    if books.versions != findings.applied:
-        findings.problems.append(f"Σ versions is {books.versions}, and {findings.applied} were counted as applied")
 
 
 def _audit_streams(books: Books, ledger: Ledger, findings: Findings) -> None:
@@ -231,7 +241,7 @@ def _audit_streams(books: Books, ledger: Ledger, findings: Findings) -> None:
             f"{len(books.waiting)} events wait, {books.pending} are pending, {books.attempts} attempts are on record"
         )
     poison = {event.event_id.encode() for event in ledger.events.values() if event.poison}
-    innocents = [fields for fields in books.dead if b"id" in fields and fields[b"id"] not in poison]
+    innocents = [fields for fields in books.dead if not foreign(fields) and fields[b"id"] not in poison]
     findings.innocents = len(innocents)
     findings.problems += [
         f"{fields[b'id'].decode()} is innocent and was buried: {fields.get(b'dead_reason', b'').decode()}"
@@ -242,19 +252,22 @@ def _audit_streams(books: Books, ledger: Ledger, findings: Findings) -> None:
 def consistency(books: Books) -> list[str]:
     """What has to hold at any moment, whatever clients know: nothing is half done."""
     problems = []
-    counters = books.counters
-    enqueued, applied, buried = (counters.get(name, 0) for name in ("enqueued", "applied", "buried"))
-    if books.versions != applied:
-        problems.append(f"Σ versions is {books.versions}, applied {applied}")
-    foreign = sum(1 for fields in books.dead if b"id" not in fields)
-    if enqueued != applied + buried - foreign + len(books.waiting):
-        problems.append(f"enqueued {enqueued} ≠ applied {applied} + buried {buried} + waiting {len(books.waiting)}")
-    if buried != len(books.dead):
-        problems.append(f"{buried} were counted as buried, {len(books.dead)} are dead letters")
+    counted = Counter(books.counters)
+    if books.versions != books.effective:
+        problems.append(f"Σ versions is {books.versions}, applied and not forgotten are {books.effective}")
+    strangers = sum(map(foreign, books.dead))
+    came = counted["enqueued"] + counted["replayed"] + strangers
+    went = counted["applied"] + counted["voided"] + counted["buried"]
+    if came != went + len(books.waiting):
+        problems.append(f"{came} events came, {went} went and {len(books.waiting)} wait: {books.counters}")
+    if counted["buried"] != len(books.dead) and not counted["replayed"] and not counted["forgotten"]:
+        problems.append(f"{counted['buried']} were counted as buried, {len(books.dead)} are dead letters")
     learned = {sample.arm_id for user in books.users.values() for sample in user.samples}
     if both := learned & books.waiting.keys():
         problems.append(f"{sorted(both)[:3]} are learned and still wait")
     for user in books.users.values():
+        if user.tombstone and user.standing is not None and user.standing[1] == 0 and not user.samples:
+            continue
         if user.standing is None or user.state is None:
             problems.append(f"{user.user_id} is half there: standing {user.standing}, state {user.state is not None}")
         elif user.standing != (user.state.incarnation, user.state.version):
@@ -313,10 +326,17 @@ def audit_states(books: Books, *, whole: bool = False) -> list[str]:
             continue
         same_since = np.array_equal(state.tensors.get("since", 0), again.get("since", 0))
         names = tuple(again) if current else tuple(name for name in LASTING_FIELDS if name in again and same_since)
-        for name in names:
-            if not close(state.tensors[name], again[name]):
-                problems.append(f"{name} of {user.user_id} is not what {len(user.samples)} samples make of it")
+        problems += [
+            f"{name} of {user.user_id} is not what {len(user.samples)} samples make of it"
+            for name in names
+            if not close(state.tensors[name], again[name])
+        ]
     return problems
+
+
+def foreign(fields: dict[bytes, bytes]) -> bool:
+    """Whether a dead letter is of an entry that the service never took in."""
+    return fields.get(b"id", FOREIGN).startswith(FOREIGN)
 
 
 def close(one: np.ndarray, other: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from tests.chaos.faults import backlog, epochs, network, processes
+from tests.chaos.faults import backlog, epochs, files, network, poison, processes, requests, resets
 from tests.chaos.nursery import Nursery
 from tests.chaos.run import Row, Run
 
@@ -46,6 +46,13 @@ FAULTS: Sequence[Fault] = (
     Fault("backlog-full", backlog.fill_backlog, 0.5),
     Fault("groups-destroyed", backlog.destroy_groups),
     Fault("store-emptied", backlog.empty_store, 0.2),
+    Fault("foreign-entries", poison.put_in_foreign_entries, 0.5),
+    Fault("poison", poison.kill_whoever_learns, 1.0, 0.0),
+    Fault("file-cut", files.cut_file, 1.5),
+    Fault("server-stop", requests.stop_servers),
+    Fault("extremes", requests.tell_extremes, 0.5),
+    Fault("forget", resets.forget_users, 0.5),
+    Fault("restore", resets.restore_snapshot, 0.5),
     Fault("everything", processes.kill_anything, 8.0, 4.0),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -43,7 +44,7 @@ class Event:
     acknowledged_at: float | None = None
     #: Meant to be given up on by the service.
     poison: bool = False
-    #: Never acknowledged, and its decision is gone with a store that may lose the last seconds.
+    #: Must have no effect: refused with its decision, or told before its user was forgotten.
     void: bool = False
 
     def body(self) -> dict[str, Any]:
@@ -77,8 +78,12 @@ class Ledger:
     duplicates_refused: int = 0
     refused: int = 0
     unanswered: int = 0
+    #: Requests without an answer though a connection was made, by what the client saw.
+    dropped: Counter[str] = field(default_factory=Counter)
     #: Whether a crash of the store may lose what was acknowledged last (everysec).
     may_lose: bool = False
+    #: Whether users are forgotten or restored under way, which voids what was decided before.
+    may_reset: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _numbers: count[int] = field(default_factory=count)
 
@@ -190,7 +195,7 @@ class Client:
                 # The store may have taken them before it went away.
                 lost_answer = True
                 continue
-            if self._ledger.may_lose and answer.status_code in (404, 422):
+            if self._gone(answer):
                 for event in events:
                     event.void = event.acknowledged_at is None
                 return
@@ -207,12 +212,17 @@ class Client:
             return
         if answer.status_code == httpx.codes.ACCEPTED and answer.json()["duplicates"] == 1:
             self._ledger.tally(duplicates=1)
-        elif not self._ledger.may_lose:
+        elif not self._gone(answer) and not self._ledger.may_lose:
             self._ledger.complain(f"{event.event_id}, sent again, got {answer.status_code}: {answer.text[:200]}")
+
+    def _gone(self, answer: httpx.Response) -> bool:
+        """Whether this says that the decision does not count any more, where that may be."""
+        lost = self._ledger.may_lose and answer.status_code in (404, 422)
+        return lost or (self._ledger.may_reset and answer.status_code == httpx.codes.CONFLICT)
 
     def _note(self, events: Sequence[Event], said: dict[str, Any], *, once: bool) -> None:
         now = time.monotonic()
-        if said["rejected"] and self._ledger.may_lose:
+        if said["rejected"] and (self._ledger.may_lose or self._ledger.may_reset):
             rejected = {row["index"] for row in said["rejected"]}
             for place in rejected:
                 events[place].void = True
@@ -234,6 +244,8 @@ class Client:
             if answer.status_code != httpx.codes.OK:
                 raise GivenUp(f"recommend answered {answer.status_code}: {answer.text[:200]}")
             said = answer.json()
+            if not said.get("logged", True):
+                continue  # decided from memory while the store was away: nothing could be learned for it
             chosen = tuple(item["arm_id"] for item in said["items"])
             offered = {arm["id"] for arm in body["arms"]}
             ranks = [item["rank"] for item in said["items"]]
@@ -252,8 +264,12 @@ class Client:
             return None
         try:
             answer = self._http.post(f"{self._rng.choice(urls)}{path}", json=body)
-        except httpx.TransportError:
+        except httpx.ConnectError:
+            time.sleep(AGAIN_S)
+            return None
+        except httpx.TransportError as error:
             self._ledger.tally(unanswered=1)
+            self._ledger.dropped[f"{type(error).__name__}: {error}"] += 1
             time.sleep(AGAIN_S)
             return None
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -279,8 +295,10 @@ class Load:
         pace_s: float = 0.01,
         repeated: float = 0.1,
         prefix: str = "u",
+        keep_connections: bool = True,
     ) -> None:
         self._ledger = ledger
+        self._keep_connections = keep_connections
         self._urls = urls
         self._users = users
         self._pace_s = pace_s
@@ -313,7 +331,7 @@ class Load:
         return f"{self._prefix}{slot}-{told // EVENTS_PER_USER_MAX}"
 
     def _work(self, rng: random.Random) -> None:
-        client = Client(self._ledger, self._urls, rng)
+        client = Client(self._ledger, self._urls, rng, keep_connections=self._keep_connections)
         try:
             while not self._stopping.is_set():
                 asked = [client.ask(self.user(rng)) for _ in range(rng.choice((1, 1, 1, 4)))]

@@ -178,11 +178,6 @@ def main() -> None:
 
 def import_everything() -> None:
     """What the commands import when they run."""
-    import service.cli
-    import service.engine
-    import service.logging
-    import service.server
-    import service.supervisor
     import worker.runtime  # noqa: F401
 
 

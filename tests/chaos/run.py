@@ -63,10 +63,13 @@ class Run:
         self.row = Row(fault)
         self._nursery = nursery
         self._started = time.monotonic()
+        self._deadline: float | None = None
 
-    def going(self, share: float = 1.0) -> bool:
-        """Whether there is time left, of this share of it all."""
-        return time.monotonic() - self._started < self.seconds * share
+    def going(self) -> bool:
+        """Whether there is time left; it starts to run when this is first asked, with everything in place."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self.seconds
+        return time.monotonic() < self._deadline
 
     @contextmanager
     def deployment(
@@ -86,6 +89,9 @@ class Run:
                 yield deployment
                 self.row.kills += deployment.kills
                 deployment.keep_files = not self.row.holds
+        except NotThere:
+            deployment.discard()
+            raise
         finally:
             if deployment.keep_files:
                 self.row.kept.append(str(deployment.folder))

@@ -135,7 +135,7 @@ def _expect_alarms(run: Run, deployment: Deployment, decision_id: str) -> None:
         if asked.status_code == 200:
             body = {"decision_id": asked.json()["decision_id"], "reward": 0.5}
             new = httpx.post(f"{url}/feedback", json=body)
-            refused = new.status_code == 503 and "Retry-After" in new.headers
+            refused = new.status_code == 404 or (new.status_code == 503 and "Retry-After" in new.headers)
             run.expect(refused, f"a reward after FLUSHALL got {new.status_code}: {new.text[:200]}")
 
 

@@ -18,6 +18,8 @@ SERVER_FAILPOINTS = ("server-before-enqueue", "server-after-enqueue")
 STALL_S = 6.0
 #: Longest time between two kills.
 PAUSE_S = 0.6
+#: Events without which a fault has not been under load.
+BUSY_EVENTS = 100
 #: What `everysec` may lose.
 EVERYSEC_WINDOW_S = 2.0
 #: Seconds within which the events of a killed worker should be learned.
@@ -44,7 +46,7 @@ def kill_workers(run: Run) -> None:
         deployment.start()
         deployment.keep()
         with run.load(deployment, ledger):
-            while run.going():
+            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
                 pause(run)
                 run.rng.choice(deployment.workers).kill()
         run.close_books(deployment, ledger)
@@ -62,7 +64,7 @@ def kill_servers(run: Run) -> None:
         deployment.start()
         deployment.keep()
         with run.load(deployment, ledger):
-            while run.going():
+            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
                 pause(run)
                 run.rng.choice(deployment.servers).kill()
         run.close_books(deployment, ledger)
@@ -104,7 +106,7 @@ def _kill_store(run: Run, appendfsync: AppendFsync) -> None:
         deployment.start()
         deployment.keep()
         with run.load(deployment, ledger):
-            while run.going():
+            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
                 pause(run)
                 deployment.valkey.kill()
                 wait_until(lambda: deployment.valkey.alive and deployment.valkey.client.ping(), "the store is back")
@@ -123,7 +125,7 @@ def kill_anything(run: Run) -> None:
         deployment.start()
         deployment.keep()
         with run.load(deployment, ledger, clients=4):
-            while run.going():
+            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
                 pause(run)
                 kind = run.rng.choice(("worker", "worker", "server", "store"))
                 if kind == "store":
