@@ -20,6 +20,8 @@ class Fault:
     work: Callable[[Run], None]
     share: float = 1.0
     short_s: float = 2.0
+    #: Why the tests let it be broken, where the service does not hold it yet; a run of `make chaos` does not.
+    lenient: str = ""
 
     @property
     def about(self) -> str:
@@ -49,7 +51,7 @@ FAULTS: Sequence[Fault] = (
     Fault("foreign-entries", poison.put_in_foreign_entries, 0.5),
     Fault("poison", poison.kill_whoever_learns, 1.0, 0.0),
     Fault("file-cut", files.cut_file, 1.5),
-    Fault("server-stop", requests.stop_servers),
+    Fault("server-stop", requests.stop_servers, lenient="connections not yet accepted are reset when a server stops"),
     Fault("extremes", requests.tell_extremes, 0.5),
     Fault("forget", resets.forget_users, 0.5),
     Fault("restore", resets.restore_snapshot, 0.5),

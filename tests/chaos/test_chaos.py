@@ -23,5 +23,7 @@ def test_fault(fault: Fault, nursery: Nursery) -> None:
     row = fault.run(nursery, seconds=fault.short_s, seed=SEED)
     if row.skipped:
         pytest.skip(row.skipped)
+    if fault.lenient and not row.holds:
+        pytest.xfail(f"{fault.lenient}: {row.problems[0]}")
     assert row.holds, "\n".join([*row.problems[:20], *(f"see {folder}" for folder in row.kept)])
     assert row.applied > 0, "nothing was learned, so nothing was tested"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
+import threading
 import time
+from collections import Counter
 from functools import partial
 from itertools import count
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -20,7 +24,11 @@ from tests.chaos.proxy import Proxy, Weather
 from tests.chaos.run import Run
 
 #: Makes requests long enough that many are under way when the server is told to stop.
-DELAY_S = 0.05
+DELAY_S = 0.02
+#: Threads that do nothing but connect and ask whether the server is alive.
+KNOCKERS = 3
+KNOCK_TIMEOUT_S = 20.0
+KNOCK = b"GET /health/live HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n\r\n"
 #: Largest number of a request, and of float32.
 HUGE, HUGEST = 1e30, 3.0e38
 
@@ -29,6 +37,7 @@ def stop_servers(run: Run) -> None:
     """SIGTERM under load: whoever got a connection gets an answer, and later ones are refused, not dropped."""
     ledger = Ledger()
     stops = 0
+    seen: Counter[str] = Counter()
     with (
         run.deployment(servers=1, workers=1) as deployment,
         Proxy(deployment.folder / "p.sock", deployment.valkey.socket, run.rng) as proxy,
@@ -40,8 +49,11 @@ def stop_servers(run: Run) -> None:
         with run.load(deployment, ledger, clients=12, pace_s=0.0, repeated=0.0, keep_connections=False):
             while run.going() or not stops:
                 _wait_answers(ledger, 10)
+                knocks = [_knock(server.url, seen) for _ in range(KNOCKERS)]
                 time.sleep(run.rng.uniform(0, 0.3))
                 server.send(signal.SIGTERM)
+                for knock in knocks:
+                    knock.join()
                 wait_until(lambda: not server.alive, "the server stops")
                 status = server.child.status if server.child else None
                 run.expect(status == 0, f"the server ended with {status}")
@@ -49,10 +61,34 @@ def stop_servers(run: Run) -> None:
                 server.start()
                 server.wait_ready()
         proxy.weather = Weather()
+        answered = seen.pop("answered", 0)
+        dropped = seen + ledger.dropped
+        for what, times in dropped.items():
+            run.expect(False, f"{times} requests were dropped: {what}")
         run.close_books(deployment, ledger)
-    for seen, times in ledger.dropped.items():
-        run.expect(False, f"{times} requests were dropped: {seen}")
-    run.note(f"{stops} stops under load, {ledger.dropped.total()} requests dropped")
+    run.note(f"{stops} stops under load, {answered + len(ledger.events):,} answered, {dropped.total()} dropped")
+
+
+def _knock(url: str, seen: Counter[str]) -> threading.Thread:
+    """Connect over and over until that is refused, and take down how each connection ended."""
+    address = (urlsplit(url).hostname, urlsplit(url).port)
+
+    def work() -> None:
+        while True:
+            try:
+                with socket.create_connection(address, timeout=KNOCK_TIMEOUT_S) as connection:
+                    connection.sendall(KNOCK)
+                    answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+                whole = answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"}")
+                seen["answered" if whole else f"an answer of {len(answer)} bytes"] += 1
+            except ConnectionRefusedError:
+                return
+            except OSError as error:
+                seen[f"{type(error).__name__}: {error}"] += 1
+
+    thread = threading.Thread(target=work, name="knocker", daemon=True)
+    thread.start()
+    return thread
 
 
 def _wait_answers(ledger: Ledger, more: int) -> None:
