@@ -5,17 +5,21 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
+from functools import partial
 
 from store.keys import LEARNERS
 from tests.chaos.auditor import call, load_record
 from tests.chaos.deployment import AppendFsync, Deployment, Node, wait_until
 from tests.chaos.ledger import Ledger
+from tests.chaos.nursery import Child
 from tests.chaos.run import Run
 
 WORKER_FAILPOINTS = ("worker-after-read", "worker-before-apply", "worker-after-apply")
 SERVER_FAILPOINTS = ("server-before-enqueue", "server-after-enqueue")
 #: Longer than a worker may be silent before its events are taken over.
 STALL_S = 6.0
+#: What a stopped worker has sent is executed within this, most likely; if not, there is less to see.
+ON_THE_WAY_S = 0.1
 #: Longest time between two kills.
 PAUSE_S = 0.6
 #: Events without which a fault has not been under load.
@@ -148,17 +152,42 @@ def stall_workers(run: Run) -> None:
     stalls = 0
     with run.deployment(workers=2) as deployment:
         deployment.start()
-        with run.load(deployment, ledger):
+        with run.load(deployment, ledger, pace_s=0.002):
             while run.going() or not stalls:
                 node = run.rng.choice(deployment.workers)
-                time.sleep(run.rng.uniform(0, 0.3))
-                node.send(signal.SIGSTOP)
+                wait_until(partial(_stopped_with_work, deployment, node), "a worker is stopped at work")
                 time.sleep(STALL_S)
                 node.send(signal.SIGCONT)
                 stalls += 1
         run.expect(all(node.alive for node in deployment.workers), "a worker that was stalled ended")
         run.close_books(deployment, ledger)
     run.note(f"{stalls} stalls of {STALL_S:g} s")
+
+
+def _stopped_with_work(deployment: Deployment, node: Node) -> bool:
+    """Stop a worker; if it has nothing in hand just now, let it go on."""
+    node.send(signal.SIGSTOP)
+    if in_hand(deployment, node.child):
+        time.sleep(ON_THE_WAY_S)
+        if in_hand(deployment, node.child):
+            return True
+    node.send(signal.SIGCONT)
+    return False
+
+
+def in_hand(deployment: Deployment, child: Child | None) -> list[tuple[int, bytes]]:
+    """Partition and entry of the events that a worker was given and has not finished."""
+    client = deployment.valkey.client
+    record = load_record(client)
+    if record is None or child is None:
+        return []
+    keys = record.keys
+    return [
+        (partition, entry_id)
+        for partition in range(keys.partitions)
+        for entry_id, consumer, *_ in call(client, "XPENDING", keys.events(partition), LEARNERS, "-", "+", 10_000)
+        if f"-{child.pid}-".encode() in consumer
+    ]
 
 
 def measure_recovery(run: Run) -> None:
@@ -181,28 +210,23 @@ def _recovery(run: Run, deployment: Deployment) -> float:
     node.kill()
     child = node.start(f"worker-after-read={run.rng.randint(3, 8)}")
     wait_until(lambda: not child.alive, "the worker dies with a batch in hand")
-    client = deployment.valkey.client
-    record = load_record(client)
-    if record is None:
-        raise RuntimeError("there is no namespace")
-    keys = record.keys
-    in_hand = [
-        (partition, entry_id)
-        for partition in range(keys.partitions)
-        for entry_id, consumer, *_ in call(client, "XPENDING", keys.events(partition), LEARNERS, "-", "+", 10_000)
-        if f"-{child.pid}-".encode() in consumer
-    ]
-    run.expect(in_hand, "the killed worker had nothing in hand")
-    left = set(in_hand)
-
-    def learned() -> bool:
-        left.difference_update(
-            {(p, entry_id) for p, entry_id in left if not client.xrange(keys.events(p), entry_id, entry_id)}
-        )
-        return not left
-
-    wait_until(learned, "the batch of the killed worker is learned")
+    batch = in_hand(deployment, child)
+    run.expect(batch, "the killed worker had nothing in hand")
+    wait_until(lambda: not set(batch) & set(_waiting(deployment)), "the batch of the killed worker is learned")
     took = time.monotonic() - child.ended_at
     node.kills += 1
     node.start()
     return took
+
+
+def _waiting(deployment: Deployment) -> list[tuple[int, bytes]]:
+    """Partition and entry of all events in the streams."""
+    client = deployment.valkey.client
+    record = load_record(client)
+    if record is None:
+        return []
+    return [
+        (partition, entry_id)
+        for partition in range(record.partitions)
+        for entry_id, _ in call(client, "XRANGE", record.keys.events(partition), "-", "+")
+    ]
