@@ -161,12 +161,15 @@ def wait_drained(client: redis.Redis, *, patience_s: float = PATIENCE_S) -> floa
 
 
 def wait_settled(client: redis.Redis) -> None:
-    """Wait until everybody is of an epoch that is out, and of none before the last one that changed the inputs."""
+    """Wait until no epoch is due and everybody is of one that is out, and of none before the last change of inputs."""
 
     def settled() -> bool:
         books = read_books(client)
         if books.epoch is None:
-            return True
+            return not books.users
+        trainer = trainer_of(books)
+        if trainer is None or trainer.learner.epoch_due(books.epoch.events, books.counters.get("applied", 0)):
+            return False
         known = [user.state.epoch for user in books.users.values() if user.state is not None]
         return all(books.epoch.refitted <= number <= books.epoch.number for number in known)
 
@@ -298,16 +301,23 @@ def audit_epochs(books: Books) -> list[str]:
     return problems
 
 
+def trainer_of(books: Books) -> Trainer | None:
+    """What a worker would fit users with."""
+    if books.record is None or books.record.layout is None:
+        return None
+    settings = stored_settings(books.record.learner)
+    learner = build_learner(settings, FeatureLayout.from_json(books.record.layout).dimension)
+    return Trainer(learner, torch.device("cpu"), user_weight=settings.user_weight)
+
+
 def audit_states(books: Books, *, whole: bool = False) -> list[str]:
     """Everybody's tensors are what their samples make of them, as far as the current epoch can tell.
 
     With `whole`, everybody has to be of the current epoch, where it can tell everything.
     """
-    if books.record is None or books.record.layout is None or books.epoch is None:
+    trainer = trainer_of(books)
+    if trainer is None or books.epoch is None:
         return []
-    settings = stored_settings(books.record.learner)
-    learner = build_learner(settings, FeatureLayout.from_json(books.record.layout).dimension)
-    trainer = Trainer(learner, torch.device("cpu"), user_weight=settings.user_weight)
     shared = {name: torch.from_numpy(array.copy()) for name, array in books.epoch.tensors.items()}
     known = [user for user in books.users.values() if user.state is not None and user.samples]
     pupils = [Pupil(user.user_id, len(user.samples), user.samples, None) for user in known]

@@ -137,10 +137,9 @@ def _alternating(size: float, sign: count[int]) -> float:
 
 
 def _smuggle(deployment: Deployment, client: Client, size: float) -> None:
-    """An event that no request could have made, in its stream: numbers up to the last of float32."""
+    """An event whose features no request could have had, in its stream: numbers up to the last of float32."""
     asked = client.ask("smuggler", k=1)
     [event] = client.events_of(asked)
-    event.reward = size
     record = load_record(deployment.valkey.client)
     if record is None:
         raise RuntimeError("there is no namespace")
