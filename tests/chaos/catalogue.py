@@ -19,7 +19,8 @@ class Fault:
     name: str
     work: Callable[[Run], None]
     share: float = 1.0
-    short_s: float = 2.0
+    #: Seconds of hurting; everything a fault names is done at least once, however long that takes.
+    short_s: float = 1.0
     #: Why the tests let it be broken, where the service does not hold it yet; a run of `make chaos` does not.
     lenient: str = ""
 
@@ -40,7 +41,7 @@ FAULTS: Sequence[Fault] = (
     Fault("server-failpoints", processes.kill_servers_at_failpoints),
     Fault("store-kill-always", processes.kill_store_always),
     Fault("store-kill-everysec", processes.kill_store_everysec),
-    Fault("meta-kill", epochs.kill_meta_trainer),
+    Fault("meta-kill", epochs.kill_meta_trainer, 1.0, 0.0),
     Fault("lost-replies", network.lose_replies),
     Fault("cut-connections", network.cut_connections),
     Fault("slow-store", network.slow_down),

@@ -21,7 +21,7 @@ SETTLE_ROUNDS = 12
 def kill_meta_trainer(run: Run) -> None:
     """kill -9 of the meta-trainer between any two of its writes: epochs stay whole, everybody ends up under them."""
     died: Counter[str] = Counter()
-    while not died or run.going():
+    while run.going() or not died:
         # A namespace of its own each time: inputs change when events have doubled, which takes longer and longer.
         _one_namespace(run, died)
     run.note(", ".join(f"{place} {times}" for place, times in died.items()))
