@@ -2,11 +2,13 @@
 PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
+CHAOS_S ?= 600
+CHAOS_SEED ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-cluster lint bench clean
+.PHONY: help install run test test-cluster lint bench chaos clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,6 +46,9 @@ bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick
 	$(BIN)/metaban bench regret --quick
 	$(BIN)/metaban bench latency --quick
+
+chaos: $(VENV)/.development ## kill and cut everything for a while (CHAOS_S=600 CHAOS_SEED=...)
+	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) $(CHAOS_ARGS)
 
 clean: ## remove .venv and caches; keeps ./data
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -145,12 +145,16 @@ class EventStream:
         key = self._keys.events(partition)
         wait = block_arguments(self._redis, block_ms)
         arguments = ("GROUP", LEARNERS, consumer, "COUNT", count, *wait, "STREAMS", key, ">")
-        try:
-            reply = await command(self._redis, "XREADGROUP", *arguments)
-        except StoreError as error:
-            await self._heal_group(partition, error)
-            reply = await command(self._redis, "XREADGROUP", *arguments)
-        return [_delivery(partition, entry_id, fields, deliveries=1) for entry_id, fields in stream_entries(reply)]
+        for _ in range(2):
+            try:
+                reply = await command(self._redis, "XREADGROUP", *arguments)
+            except StoreError as error:
+                await self._heal_group(partition, error)
+            else:
+                return [
+                    _delivery(partition, entry_id, fields, deliveries=1) for entry_id, fields in stream_entries(reply)
+                ]
+        return []  # the group was destroyed again meanwhile; it is there now, for the next read
 
     async def claim_stalled(self, partition: int, consumer: str, *, min_idle_ms: int, count: int) -> list[Delivery]:
         """Take over entries whose consumer has not finished them for `min_idle_ms`."""

@@ -143,7 +143,6 @@ class MetaTrainer:
         tensors = await loop.run_in_executor(
             self._compute, derive_shared, trainer, current.tensors, teachers, current.events, total
         )
-        reach("meta-derived")
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             # Everyone starts from it and the next one is derived from it: there would be no way back.
             log.error("derived epoch is not finite; the one before is kept", number=current.number + 1)
@@ -151,13 +150,11 @@ class MetaTrainer:
         number = current.number + 1
         refit = trainer.learner.refit_due(current.events, total)
         derived = SharedEpoch(number, total, tuple(members), tensors, number if refit else current.refitted)
-        if refit and not await self._refit(trainer, derived, user_ids):
+        reach("meta-derived")
+        if refit and not await self._refit(trainer, derived, user_ids, published=False):
             return
         epoch = Epoch(number, total, _arrays(derived), derived.members, _now_ms(), derived.refitted)
-        reach("meta-before-publish")
-        published = await self._publish(epoch)
-        reach("meta-after-publish")
-        if published and refit:
+        if await self._publish(epoch) and refit:
             await self._sweep(trainer, derived)
 
     async def _sweep(self, trainer: Trainer, epoch: SharedEpoch) -> None:
@@ -166,7 +163,7 @@ class MetaTrainer:
         Events applied between their user's refit and the publication were still fitted under the epoch before; and the
         trainer that published may have died before it got here, so every process looks once after each such epoch.
         """
-        if await self._refit(trainer, epoch, list(await self._standings())):
+        if await self._refit(trainer, epoch, list(await self._standings()), published=True):
             self._swept = epoch.refitted
             reach("meta-swept")
 
@@ -177,15 +174,19 @@ class MetaTrainer:
             found |= await self._users.versions(partition)
         return found
 
-    async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str]) -> bool:
-        """Fit again all users that were fitted under older inputs; False when the lease was lost."""
+    async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str], *, published: bool) -> bool:
+        """Fit again all users that were fitted under older inputs; False when the lease was lost.
+
+        Before an epoch is published, whoever has its number already was fitted under another one of that number, whose
+        trainer did not live to publish it: they are fitted again too.
+        """
         ordered = sorted(user_ids)
         loop = asyncio.get_running_loop()
         for start in range(0, len(ordered), REFIT_USERS):
             if not await self._epochs.renew_lease(self._token, LEASE_MS):
                 return False
             fitted_under = await self._users.fitted_under(ordered[start : start + REFIT_USERS])
-            behind = [user for user, number in fitted_under.items() if number < epoch.refitted]
+            behind = [user for user, number in fitted_under.items() if number < epoch.refitted or not published]
             stale = await self._users.load(behind)
             pupils = await self._pupils({user: state.version for user, state in stale.items()})
             if not pupils:
@@ -207,7 +208,9 @@ class MetaTrainer:
         return [Pupil(user, version, samples[user], None) for user, version in versions.items() if user in samples]
 
     async def _publish(self, epoch: Epoch) -> bool:
+        reach("meta-before-publish")
         published = await self._epochs.publish(epoch, lease_token=self._token)
+        reach("meta-after-publish")
         if published:
             log.info("epoch published", number=epoch.number, events=epoch.events, pool=len(epoch.members) or "all")
             await self._model.refresh_epoch()

@@ -128,6 +128,16 @@ class TestReading:
             await soon(lambda: drained(shop))
         assert await shop.versions() == {"a": 5}
 
+    async def test_a_group_that_is_lost_again_and_again_does_not_end_the_work(self, shop: Workshop) -> None:
+        async with at_work(shop, "c1"):
+            for _ in range(20):
+                # Long enough to be reading again, after having made the group anew.
+                await asyncio.sleep(0.02)
+                await shop.redis.xgroup_destroy(shop.keys.events(0), "learners")
+            await shop.streams.enqueue([make_event("a", n) for n in range(5)])
+            await soon(lambda: drained(shop))
+        assert await shop.versions() == {"a": 5}
+
     async def test_a_lost_store_ends_the_work(self, shop: Workshop) -> None:
         running = asyncio.create_task(shop.consumer().run())
         await shop.redis.flushall()

@@ -196,6 +196,19 @@ class TestMovingUsers:
         await everyone_is_fitted(shop, 1)
         assert await shop.versions() == {"a": 8, "b": 8}
 
+    async def test_whoever_was_fitted_under_an_epoch_that_never_came_out_is_fitted_again(self, shop: Workshop) -> None:
+        meta = shop.meta()
+        await meta._tick()
+        await shop.learn({"a": 8, "b": 8})
+        before_first(shop.epochs, "publish", lambda: shop.redis.set(shop.keys.lease, "another"))
+        await meta._tick()
+        assert await epochs_of_users(shop) == {"a": 1, "b": 1}
+        # The next epoch of that number is another one: more is known by then.
+        await shop.redis.delete(shop.keys.lease)
+        await shop.learn({"c": 8}, first=50)
+        await meta._tick()
+        await everyone_is_fitted(shop, 1)
+
     async def test_a_user_that_is_new_since_the_refit_is_fitted_after(self, shop: Workshop) -> None:
         meta = shop.meta()
         await meta._tick()

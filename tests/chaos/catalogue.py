@@ -1,0 +1,61 @@
+"""Every fault by name, with its share of a long run and the seconds it has in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from tests.chaos.faults import backlog, epochs, files, network, poison, processes, requests, resets
+from tests.chaos.nursery import Nursery
+from tests.chaos.run import Row, Run
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that is done to a deployment."""
+
+    name: str
+    work: Callable[[Run], None]
+    share: float = 1.0
+    #: Seconds of hurting; everything a fault names is done at least once, however long that takes.
+    short_s: float = 1.0
+    #: Why the tests let it be broken, where the service does not hold it yet; a run of `make chaos` does not.
+    lenient: str = ""
+
+    @property
+    def about(self) -> str:
+        return (self.work.__doc__ or "").split("\n")[0]
+
+    def run(self, nursery: Nursery, *, seconds: float, seed: int) -> Row:
+        return Run(self.name, nursery, seconds=seconds, seed=seed).finish(self.work)
+
+
+FAULTS: Sequence[Fault] = (
+    Fault("worker-kill", processes.kill_workers),
+    Fault("worker-failpoints", processes.kill_workers_at_failpoints),
+    Fault("worker-recovery", processes.measure_recovery, 0.5, 0.0),
+    Fault("worker-stall", processes.stall_workers, 0.5, 0.0),
+    Fault("server-kill", processes.kill_servers),
+    Fault("server-failpoints", processes.kill_servers_at_failpoints),
+    Fault("store-kill-always", processes.kill_store_always),
+    Fault("store-kill-everysec", processes.kill_store_everysec),
+    Fault("meta-kill", epochs.kill_meta_trainer, 1.0, 0.0),
+    Fault("lost-replies", network.lose_replies),
+    Fault("cut-connections", network.cut_connections),
+    Fault("slow-store", network.slow_down),
+    Fault("silent-store", network.fall_silent),
+    Fault("backlog-full", backlog.fill_backlog, 0.5),
+    Fault("groups-destroyed", backlog.destroy_groups),
+    Fault("store-emptied", backlog.empty_store, 0.2),
+    Fault("foreign-entries", poison.put_in_foreign_entries, 0.5),
+    Fault("poison", poison.kill_whoever_learns, 1.0, 0.0),
+    Fault("file-cut", files.cut_file, 1.5),
+    Fault("server-stop", requests.stop_servers, lenient="connections not yet accepted are reset when a server stops"),
+    Fault("extremes", requests.tell_extremes, 0.5),
+    Fault("forget", resets.forget_users, 0.5),
+    Fault("restore", resets.restore_snapshot, 0.5),
+    Fault("everything", processes.kill_anything, 8.0, 4.0),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}

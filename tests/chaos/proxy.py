@@ -1,0 +1,111 @@
+"""A network that fails: stands between the processes and the store, and loses, cuts and delays as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+CHUNK_BYTES = 65_536
+
+
+@final
+@dataclass
+class Weather:
+    """What happens to traffic; may be changed while it flows."""
+
+    #: Seconds that every chunk takes, in both directions.
+    delay_s: float = 0.0
+    #: Probability, a chunk of replies, that the connection is cut instead: the requests were executed.
+    reply_lost: float = 0.0
+    #: Probability, a chunk in either direction, that the connection is cut before it is passed on.
+    cut: float = 0.0
+    #: Nothing is passed on, and nobody is told.
+    swallowed: bool = False
+
+
+@final
+class Proxy:
+    """Listens on a socket of its own and passes everything on to the store's, weather permitting."""
+
+    def __init__(self, socket: Path, upstream: Path, rng: random.Random) -> None:
+        self.socket = socket
+        self.weather = Weather()
+        self.cuts = 0
+        self._upstream = upstream
+        self._rng = rng
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        listening = asyncio.start_unix_server(self._accept, self.socket, backlog=1_024)
+        self._server = asyncio.run_coroutine_threadsafe(listening, self._loop).result(10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def cut_all(self) -> None:
+        """Cut every connection there is."""
+        self._loop.call_soon_threadsafe(self._cut, list(self._writers))
+
+    async def _close(self) -> None:
+        self._server.close()
+        self._cut(list(self._writers))
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _cut(self, writers: list[asyncio.StreamWriter]) -> None:
+        for writer in writers:
+            writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            store_reader, store_writer = await asyncio.open_unix_connection(self._upstream)
+        except OSError:
+            writer.transport.abort()
+            return
+        pair = (writer, store_writer)
+        self._writers.update(pair)
+        ways = [
+            asyncio.create_task(self._pass_on(reader, store_writer, replies=False)),
+            asyncio.create_task(self._pass_on(store_reader, writer, replies=True)),
+        ]
+        # When one direction has ended, the other one has to.
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        self._cut(list(pair))
+        self._writers.difference_update(pair)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
+        with suppress(OSError):
+            while chunk := await reader.read(CHUNK_BYTES):
+                weather = self.weather
+                if weather.delay_s:
+                    await asyncio.sleep(weather.delay_s)
+                if self._rng.random() < (weather.cut + weather.reply_lost if replies else weather.cut):
+                    self.cuts += 1
+                    break
+                if not weather.swallowed:
+                    writer.write(chunk)
+                    await writer.drain()
