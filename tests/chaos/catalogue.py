@@ -21,7 +21,7 @@ class Fault:
     share: float = 1.0
     #: Seconds of hurting; everything a fault names is done at least once, however long that takes.
     short_s: float = 1.0
-    #: Words of the problems that the tests let pass, since the service does not keep from them yet; `make chaos` does not.
+    #: Words of problems that the tests let pass, since the service still has them; `make chaos` does not.
     lenient: str = ""
 
     @property
