@@ -24,9 +24,11 @@ def test_fault(fault: Fault, nursery: Nursery) -> None:
     row = fault.run(nursery, seconds=fault.short_s, seed=SEED)
     if row.skipped:
         pytest.skip(row.skipped)
-    if fault.lenient and not row.holds:
+    # Only that: an event lost or counted twice by the same fault is a failure like any other.
+    counted = row.lost or row.twice or row.innocents
+    if fault.lenient and row.problems and not counted and all(fault.lenient in one for one in row.problems):
         for folder in row.kept:
             shutil.rmtree(folder)
-        pytest.xfail(f"{fault.lenient}: {row.problems[0]}")
+        pytest.xfail(row.problems[0])
     assert row.holds, "\n".join([*row.problems[:20], *(f"see {folder}" for folder in row.kept)])
     assert row.applied > 0, "nothing was learned, so nothing was tested"

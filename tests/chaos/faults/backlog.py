@@ -90,7 +90,7 @@ def destroy_groups(run: Run) -> None:
 
 
 def empty_store(run: Run) -> None:
-    """FLUSHALL under load: everybody says so, no reward is acknowledged any more, and a restart begins anew."""
+    """FLUSHALL: everybody says so, no reward is acknowledged any more, and a restart begins anew."""
     ledger = Ledger(may_lose=True)
     with run.deployment(servers=2, workers=2) as deployment:
         deployment.start()
