@@ -71,6 +71,7 @@ class EpochStore:
         self._store_epoch = store_epoch
         self._publish = load_script(redis, "publish")
         self._lease = load_script(redis, "lease")
+        self._refit = load_script(redis, "refit")
 
     async def current(self) -> Epoch | None:
         """The newest epoch."""
@@ -94,6 +95,11 @@ class EpochStore:
         if reply == b"reset":
             raise StoreReset(f"the record of namespace {self._keys.namespace} vanished or is of another store")
         return bool(reply == b"ok")
+
+    async def begin_refit(self, lease_token: str) -> int | None:
+        """The number under which users may be fitted before their epoch is out; None when the lease is lost."""
+        number = as_int(await self._refit.call([self._keys.lease, self._keys.refits], [lease_token]))
+        return number or None
 
     async def tail(self, cursor: str, block_ms: int) -> list[tuple[str, int]]:
         """(cursor, number) of epochs published after `cursor`; waits at most `block_ms`."""

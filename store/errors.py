@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, final
 import redis.exceptions as driver
 
 #: Why an apply was refused: an entry is not pending for the consumer, a user moved on, another store.
-FenceReason: TypeAlias = Literal["not-pending", "version", "store-epoch"]
+FenceReason: TypeAlias = Literal["not-pending", "version", "store-epoch", "overtaken"]
 
 #: Error codes of the server that pass by themselves; the driver has no class for most of them.
 TRANSIENT_CODES = frozenset(

@@ -10,6 +10,7 @@ last and may hold anything, braces too: only the first tag of a key counts.
     epoch_log              stream  n: number of each published epoch                           capped
     lease                  string  token of the one meta-trainer, or of a snapshot or restore  PX of the lease
     workers                zset    token of each worker that is there → when it counts no more  by the next look
+    refits                 string  refits begun, ever: the number of the latest                none
     restoring              hash    generation, token, snapshot, target: a restore not finished none
     restores               string  restores begun, ever: the generation of the latest          none
 
@@ -27,6 +28,7 @@ last and may hold anything, braces too: only the first tag of a key counts.
     dead_letters           stream  events given up on, with the reason                         none
     attempts               hash    entry id → attempts made on that event alone                with the event
     decision:<decision id> string  one Decision                                                reward window
+    refit                  string  number of the last refit that wrote here                    none
     restored               string  generation of the last restore that wrote here              none
 """
 
@@ -85,6 +87,10 @@ class NamespaceKeys:
         return self._meta("workers")
 
     @property
+    def refits(self) -> str:
+        return self._meta("refits")
+
+    @property
     def restoring(self) -> str:
         return self._meta("restoring")
 
@@ -97,6 +103,9 @@ class NamespaceKeys:
 
     def owner(self, partition: int) -> str:
         return self._in(partition, "owner")
+
+    def refit(self, partition: int) -> str:
+        return self._in(partition, "refit")
 
     def events(self, partition: int) -> str:
         return self._in(partition, "events")

@@ -46,6 +46,7 @@ FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
     b"not-pending": "not-pending",
     b"version": "version",
     b"store-epoch": "store-epoch",
+    b"overtaken": "overtaken",
 }
 
 
@@ -162,15 +163,19 @@ class UserStore:
             if (state.incarnation, state.version) <= expected:
                 raise ValueError(f"the update of user {state.user_id!r} does not move on from {expected}")
 
-    async def rebase(self, partition: int, states: Sequence[UserState]) -> list[bool]:
-        """Rewrite states under a newer epoch at the same version; False for users that moved meanwhile."""
+    async def rebase(self, partition: int, states: Sequence[UserState], *, refit: int | None = None) -> list[bool]:
+        """Rewrite states under a newer epoch at the same version; False for users that moved meanwhile.
+
+        `refit` is the number of a refit under an epoch that is not out yet; FenceLost when a later one wrote here.
+        """
         keys = [
             self._keys.marker(partition),
             self._keys.counters(partition),
             self._keys.update_log(partition),
             self._keys.versions(partition),
+            self._keys.refit(partition),
         ]
-        arguments: list[Argument] = [self._store_epoch, self._log_cap]
+        arguments: list[Argument] = [self._store_epoch, self._log_cap, "" if refit is None else refit]
         for state in states:
             if self._keys.partition_of(state.user_id) != partition:
                 raise ValueError(f"user {state.user_id!r} is not in partition {partition}")
@@ -178,7 +183,7 @@ class UserStore:
             arguments += [state.user_id, state.incarnation, state.version, state.epoch, state.encode()]
         status, *done = await self._rebase.call(keys, arguments)
         if status != b"ok":
-            raise FenceLost("store-epoch", f"partition {partition}")
+            raise FenceLost(FENCE_REASONS[status], f"partition {partition}")
         return [bool(flag) for flag in done]
 
     async def forget(self, user_id: str) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from store.epochs import Epoch, EpochStore
-from store.errors import StoreReset, StoreUnavailable
+from store.errors import FenceLost, StoreReset, StoreUnavailable
 from store.failpoints import reach
 from store.users import UserState, UserStore
 from worker.epochs import choose_teachers, derive_shared
@@ -182,6 +182,10 @@ class MetaTrainer:
         """
         ordered = sorted(user_ids)
         loop = asyncio.get_running_loop()
+        # What is written before the epoch is out carries a number: held up, we must not write over a later trainer's.
+        number = None if published else await self._epochs.begin_refit(self._token)
+        if number is None and not published:
+            return False
         for start in range(0, len(ordered), REFIT_USERS):
             if not await self._epochs.renew_lease(self._token, LEASE_MS):
                 return False
@@ -198,7 +202,12 @@ class MetaTrainer:
                 state = UserState(pupil.user_id, before.incarnation, before.version, epoch.number, tensors)
                 by_partition.setdefault(self._users.partition_of(pupil.user_id), []).append(state)
             for partition, moved in by_partition.items():
-                await self._users.rebase(partition, moved)
+                try:
+                    await self._users.rebase(partition, moved, refit=number)
+                except FenceLost as fence:
+                    if fence.reason == "store-epoch":
+                        raise StoreReset(f"partition {partition} belongs to another store now") from fence
+                    return False
                 reach("meta-refitted")
         return True
 

@@ -77,6 +77,10 @@ class Publisher:
         if delivery.event is None:
             await self._bury(delivery, "the entry is not a reward event")
             return False
+        if not 0 <= delivery.event.reward <= 1:
+            # The service takes no such reward; somebody else put it here, and it would spoil what all users share.
+            await self._bury(delivery, f"a reward of {delivery.event.reward:g} does not lie between 0 and 1")
+            return False
         if not self._fits(delivery.event):
             await self._model.refresh_record()
             if not self._fits(delivery.event):

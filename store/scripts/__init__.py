@@ -27,6 +27,7 @@ ScriptName: TypeAlias = Literal[
     "namespace",
     "publish",
     "rebase",
+    "refit",
     "release",
     "replay",
     "restore",

@@ -1,13 +1,18 @@
 -- Rewrite states of users under a newer epoch, each only if its user did not move meanwhile.
--- KEYS  marker, counters, update_log, versions, then `user` for each state
--- ARGV  store epoch, log cap, then for each state: user id, incarnation, version, epoch, state
--- Reply {'store-epoch'} | {'ok', 1 | 0 for each state}
-local marker, counters, update_log, versions = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local store_epoch, log_cap = ARGV[1], ARGV[2]
-local HEAD_KEYS, HEAD_ARGS, STATE_ARGS = 4, 2, 5
+-- KEYS  marker, counters, update_log, versions, refit, then `user` for each state
+-- ARGV  store epoch, log cap, number of the refit ('': under a published epoch), then for each state: user id,
+--       incarnation, version, epoch, state
+-- Reply {'store-epoch'} | {'overtaken'} | {'ok', 1 | 0 for each state}
+local marker, counters, update_log, versions, refit = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local store_epoch, log_cap, number = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local HEAD_KEYS, HEAD_ARGS, STATE_ARGS = 5, 3, 5
 
 if redis.call('GET', marker) ~= store_epoch then
   return {'store-epoch'}
+end
+-- A trainer that was held up must not write what it derived over what a later one did under the same number.
+if number and number < tonumber(redis.call('GET', refit) or '0') then
+  return {'overtaken'}
 end
 local applied = redis.call('HGET', counters, 'applied') or '0'
 redis.call('XLEN', update_log)
@@ -19,6 +24,9 @@ for i = HEAD_KEYS + 1, #KEYS do
   local same = redis.call('HGET', versions, ARGV[at]) == ARGV[at + 1] .. ':' .. ARGV[at + 2]
   local stored_epoch = tonumber(redis.call('HGET', KEYS[i], 'epoch') or '-1') or -1
   reply[#reply + 1] = (same and stored_epoch <= tonumber(ARGV[at + 3])) and 1 or 0
+end
+if number then
+  redis.call('SET', refit, ARGV[3])
 end
 for i = HEAD_KEYS + 1, #KEYS do
   if reply[i - HEAD_KEYS + 1] == 1 then

@@ -52,7 +52,7 @@ FAULTS: Sequence[Fault] = (
     Fault("foreign-entries", poison.put_in_foreign_entries, 0.5),
     Fault("poison", poison.kill_whoever_learns, 1.0, 0.0),
     Fault("file-cut", files.cut_file, 1.5),
-    Fault("server-stop", requests.stop_servers, lenient=requests.DROPPED),
+    Fault("server-stop", requests.stop_servers),
     Fault("extremes", requests.tell_extremes, 0.5),
     Fault("forget", resets.forget_users, 0.5),
     Fault("restore", resets.restore_snapshot, 0.5),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from store.snapshots import create_snapshot
 from tests.worker.workshop import NAME, Workshop, make_event
 
 RULES = KnownLearners()
-CARRY_INCARNATIONS = "incarnation" in {field.name for field in fields(RewardEvent)}
 
 
 async def take(shop: Workshop, folder: Path, **options: object) -> Manifest:
@@ -82,8 +80,7 @@ async def tallied(shop: Workshop) -> bool:
 async def event_of_now(shop: Workshop, user: str, number: int, **changes: Any) -> RewardEvent:
     """An event of a decision that was made for the user as they are now."""
     stands = await shop.redis.hget(shop.keys.versions(shop.keys.partition_of(user)), user) or b"0:0"
-    of_now = {"incarnation": int(stands.split(b":")[0])} if CARRY_INCARNATIONS else {}
-    return make_event(user, number, **of_now, **changes)
+    return make_event(user, number, incarnation=int(stands.split(b":")[0]), **changes)
 
 
 async def learn(shop: Workshop, plan: Mapping[str, int], *, first: int) -> None:

@@ -179,3 +179,41 @@ async def test_the_documentation(path: str) -> None:
     call = schema["paths"][path]["post"]
     assert "application/problem+json" in call["responses"]["409"]["content"]
     assert call["responses"]["202"]["content"]["application/json"]["schema"]["$ref"].endswith("/JobOut")
+
+
+async def test_what_was_decided_before_a_restore_has_no_effect_after_it(
+    redis: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    keys = NamespaceKeys("shop", 2)
+
+    async def stands(user: str) -> bytes | None:
+        standing: bytes | None = await redis.hget(keys.versions(keys.partition_of(user)), user)
+        return standing
+
+    async with served(valkey_url, tmp_path) as client, worker_running(valkey_url):
+        await teach(client, "ann", [1, 0, 1, 1])
+        taken = await finished(client, await client.post("/admin/snapshots"))
+        snapshot = taken["result"]["snapshot"]
+        before = (await client.post("/recommend", json={"user_id": "ann", "arms": ARMS})).json()
+        await teach(client, "late", [1, 0, 1])
+        restored = await finished(client, await client.post(f"/admin/snapshots/{snapshot}/restore"))
+        assert restored["result"]["dropped"] == 1
+
+        async def cold() -> bool:
+            answer = await client.post("/recommend", json={"user_id": "late", "arms": ARMS})
+            return bool(answer.json()["cold_start"] == "meta")
+
+        await soon(cold)
+        told = await client.post("/feedback", json={"decision_id": before["decision_id"], "reward": 1})
+        assert told.status_code == 409, told.text
+        await teach(client, "late", [1, 1])
+        await teach(client, "ann", [1])
+        assert (await stands("late"), await stands("ann")) == (b"1:2", b"1:5")
+        # Who was forgotten on request is not brought back.
+        await client.delete("/admin/users/ann")
+        again = await finished(client, await client.post(f"/admin/snapshots/{snapshot}/restore"))
+        assert (again["result"]["users"], again["result"]["forgotten"]) == (0, 1)
+    async with served(valkey_url, tmp_path) as client, worker_running(valkey_url):
+        assert (await client.get("/health/ready")).json()["status"] == "ready"
+        await teach(client, "late", [1])
+        await teach(client, "ann", [1])

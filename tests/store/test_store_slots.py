@@ -105,6 +105,7 @@ async def use_every_script(redis: Redis) -> None:
     assert await ownership.hold(range(3)) == {0, 1, 2}
     epochs = EpochStore(redis, keys, record.store_epoch)
     assert await epochs.acquire_lease("t", 10_000)
+    assert await epochs.begin_refit("t") == 1
     assert await epochs.publish(Epoch(0, 0, {}, (), 0), lease_token="t")
     await epochs.release_lease("t")
     await use_snapshots(redis, record)

@@ -9,9 +9,11 @@ import pytest
 from redis.asyncio import Redis
 
 from store.codec import Sample
+from store.epochs import EpochStore
 from store.errors import CorruptRecord, FenceLost, StoreError
 from store.events import Delivery, EventStream
 from store.keys import NamespaceKeys
+from store.namespaces import NamespaceRecord
 from store.users import UserState, UserStore, UserUpdate
 
 
@@ -254,3 +256,23 @@ async def test_tail_wakes_up(users: UserStore, deliveries, make_state, neighbour
     update = update_of(make_state(neighbours[0], 2), deliveries[:2])
     await users.apply(0, "one", ids(deliveries[:2]), [update])
     assert [line.user_id for line in await waiting] == [neighbours[0]]
+
+
+async def test_of_two_refits_the_later_one_wins(users: UserStore, deliveries, make_state, neighbours):
+    one, two = neighbours[:2]
+    updates = [update_of(make_state(one, 2), deliveries[:2]), update_of(make_state(two, 1), deliveries[2:])]
+    await users.apply(0, "one", ids(deliveries), updates)
+    assert await users.rebase(0, [make_state(one, 2, epoch=1)], refit=7) == [True]
+    assert await users.rebase(0, [make_state(two, 1, epoch=1)], refit=7) == [True]
+    with pytest.raises(FenceLost, match="overtaken"):
+        await users.rebase(0, [make_state(two, 1, epoch=2)], refit=6)
+    assert (await users.load([two]))[two].epoch == 1
+    assert await users.rebase(0, [make_state(two, 1, epoch=2)]) == [True]  # under an epoch that is out
+
+
+async def test_a_refit_takes_the_lease(redis: Redis, record: NamespaceRecord):
+    epochs = EpochStore(redis, record.keys, record.store_epoch)
+    assert await epochs.begin_refit("me") is None
+    await epochs.acquire_lease("me", 60_000)
+    assert [await epochs.begin_refit("me") for _ in range(2)] == [1, 2]
+    assert await epochs.begin_refit("another") is None

@@ -209,6 +209,22 @@ class TestMovingUsers:
         await meta._tick()
         await everyone_is_fitted(shop, 1)
 
+    async def test_a_trainer_that_was_held_up_writes_nothing_over_a_later_one(self, shop: Workshop) -> None:
+        slow = shop.meta("slow", users=(watched := shop.user_store()))
+        await slow._tick()
+        await shop.learn({"a": 8, "b": 8})
+
+        async def overtake() -> None:
+            await shop.redis.delete(shop.keys.lease)  # it ran out
+            await shop.learn({"c": 8}, first=50)
+            await shop.meta("quick", model=shop.new_model())._tick()
+
+        before_first(watched, "rebase", overtake)
+        await slow._tick()
+        assert await published(shop) == [0, 1]
+        # Under the epoch that came out, which knows of more than the one that did not.
+        await everyone_is_fitted(shop, 1)
+
     async def test_a_user_that_is_new_since_the_refit_is_fitted_after(self, shop: Workshop) -> None:
         meta = shop.meta()
         await meta._tick()

@@ -12,7 +12,7 @@ import pytest
 from store.errors import FenceLost, StoreReset
 from store.users import UserState, UserStore, UserUpdate
 from tests.worker.conftest import OpenWorkshop
-from tests.worker.workshop import Workshop, features, layout, make_event
+from tests.worker.workshop import Workshop, features, layout, make_event, make_sample
 from worker.trainer import Pupil
 
 
@@ -80,9 +80,12 @@ class TestApplying:
         assert await shop.publisher().publish(0, []) is None
 
     async def test_quarantined_learners_are_counted(self, shop: Workshop) -> None:
-        events = [make_event("sound", 1), make_event("broken", 2, reward=1e300), make_event("sound", 3)]
+        await shop.learn({"broken": 1}, first=50)
+        # No event brings such a reward; a learner must not be trusted for that.
+        await shop.redis.rpush(shop.keys.samples("broken"), make_sample(51, reward=1e300).encode())
+        events = [make_event("sound", 1), make_event("broken", 2), make_event("sound", 3)]
         await shop.publisher().publish(0, await shop.give(events))
-        assert await shop.versions() == {"sound": 2, "broken": 1}
+        assert await shop.versions() == {"sound": 2, "broken": 2}
         assert (await shop.users.counters())["quarantined"] == 1
         states = await shop.users.load(["sound", "broken"])
         trainer = shop.model.trainer
@@ -90,6 +93,13 @@ class TestApplying:
         newborn = trainer.learner.newborn(shop.model.epoch.tensors)
         np.testing.assert_array_equal(states["broken"].tensors["theta"], newborn["theta"].numpy())
         assert not np.array_equal(states["sound"].tensors["theta"], newborn["theta"].numpy())
+
+    @pytest.mark.parametrize("reward", [-0.001, 1.001, 1e300])
+    async def test_a_reward_that_no_service_takes_is_buried(self, shop: Workshop, reward: float) -> None:
+        await shop.publisher().publish(0, await shop.give([make_event("a", 1, reward=reward), make_event("a", 2)]))
+        assert await shop.versions() == {"a": 1}
+        [letter] = await shop.dead_letters()
+        assert b"between 0 and 1" in letter[b"dead_reason"]
 
     async def test_another_store_at_the_same_address_ends_the_work(self, shop: Workshop) -> None:
         deliveries = await shop.give([make_event("a", 1)])
