@@ -30,7 +30,7 @@ from store.errors import StoreError, StoreReset, StoreUnavailable
 #: A call that takes longer has the store probed.
 DOUBT_S: Final = 0.25
 #: Time a probe has, which a store far away needs for some round trips, and the pause between two while it is away.
-PROBE_BUDGET_S: Final = 1.0
+PROBE_BUDGET_S: Final = 2.0
 PROBE_EVERY_S: Final = 0.25
 #: Pause between two probes while the store is there.
 HEARTBEAT_S: Final = 1.0

@@ -9,7 +9,7 @@ from service.breaker import StoreBreaker
 from store.errors import StoreReset, StoreUnavailable
 
 #: Time for one read or write of a decision; a store that answers nobody is found out sooner, by the breaker.
-DECISION_BUDGET_S: Final = 1.0
+DECISION_BUDGET_S: Final = 2.0
 
 Result = TypeVar("Result")
 

@@ -21,7 +21,7 @@ from tests.chaos.run import Row
 #: Wide enough for the table, also where there is no terminal.
 stdout = Console(highlight=False, soft_wrap=True, width=112)
 stderr = Console(stderr=True, highlight=False)
-COLOURS = {"holds": "green", "skipped": "yellow", "BROKEN": "red"}
+COLOURS = {"holds": "green", "BROKEN": "red"}
 #: Problems of one fault that are printed; the JSON has all.
 PROBLEMS_SHOWN = 12
 
@@ -83,7 +83,7 @@ def table_of(rows: list[Row]) -> Table:
 
 def show(row: Row) -> None:
     """What the table has no column for."""
-    for note in [*row.notes, *filter(None, [row.skipped])]:
+    for note in row.notes:
         stdout.print(f"{row.fault}: {note}", markup=False)
     for problem in row.problems[:PROBLEMS_SHOWN]:
         stdout.print(f"{row.fault}: BROKEN: {problem}", markup=False)

@@ -21,8 +21,6 @@ class Fault:
     share: float = 1.0
     #: Seconds of hurting; everything a fault names is done at least once, however long that takes.
     short_s: float = 1.0
-    #: Words of problems that the tests let pass, since the service still has them; `make chaos` does not.
-    lenient: str = ""
 
     @property
     def about(self) -> str:

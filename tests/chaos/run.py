@@ -17,10 +17,6 @@ from tests.chaos.ledger import Ledger, Load
 from tests.chaos.nursery import Nursery
 
 
-class NotThere(Exception):
-    """What a fault is about does not exist in this version; the fault is skipped, and says so."""
-
-
 @final
 @dataclass
 class Row:
@@ -35,7 +31,6 @@ class Row:
     twice: int = 0
     innocents: int = 0
     seconds: float = 0.0
-    skipped: str = ""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     #: Folders with logs and data, kept when something is wrong.
@@ -47,7 +42,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        return "skipped" if self.skipped else "holds" if self.holds else "BROKEN"
+        return "holds" if self.holds else "BROKEN"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict}
@@ -89,9 +84,6 @@ class Run:
                 yield deployment
                 self.row.kills += deployment.kills
                 deployment.keep_files = not self.row.holds
-        except NotThere:
-            deployment.discard()
-            raise
         finally:
             if deployment.keep_files:
                 self.row.kept.append(str(deployment.folder))
@@ -131,8 +123,6 @@ class Run:
         """Do it; whatever it raises is a broken invariant too."""
         try:
             work(self)
-        except NotThere as error:
-            self.row.skipped = str(error)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.row.problems.append(f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -22,13 +21,5 @@ def nursery() -> Iterator[Nursery]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault(fault: Fault, nursery: Nursery) -> None:
     row = fault.run(nursery, seconds=fault.short_s, seed=SEED)
-    if row.skipped:
-        pytest.skip(row.skipped)
-    # Only that: an event lost or counted twice by the same fault is a failure like any other.
-    counted = row.lost or row.twice or row.innocents
-    if fault.lenient and row.problems and not counted and all(fault.lenient in one for one in row.problems):
-        for folder in row.kept:
-            shutil.rmtree(folder)
-        pytest.xfail(row.problems[0])
     assert row.holds, "\n".join([*row.problems[:20], *(f"see {folder}" for folder in row.kept)])
     assert row.applied > 0, "nothing was learned, so nothing was tested"

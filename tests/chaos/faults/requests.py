@@ -29,8 +29,6 @@ DELAY_S = 0.02
 KNOCKERS = 3
 KNOCK_TIMEOUT_S = 20.0
 KNOCK = b"GET /health/live HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n\r\n"
-#: How the one problem begins that the tests may let pass.
-DROPPED = "were dropped"
 #: Largest number of a request, and of float32.
 HUGE, HUGEST = 1e30, 3.0e38
 
@@ -66,7 +64,7 @@ def stop_servers(run: Run) -> None:
         answered = seen.pop("answered", 0)
         dropped = seen + ledger.dropped
         for what, times in dropped.items():
-            run.expect(False, f"{times} requests {DROPPED}: {what}")
+            run.expect(False, f"{times} requests were dropped: {what}")
         run.close_books(deployment, ledger)
     run.note(f"{stops} stops under load, {answered + len(ledger.events):,} answered, {dropped.total()} dropped")
 
