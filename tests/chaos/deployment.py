@@ -284,11 +284,6 @@ class Deployment:
                         node.child = None
             time.sleep(RESTART_PAUSE_S)
 
-    def discard(self) -> None:
-        """Remove what was kept."""
-        self.keep_files = False
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def close(self) -> None:
         """End everything; the folder stays when it is needed."""
         self.unkeep()
