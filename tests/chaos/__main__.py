@@ -58,7 +58,7 @@ def run_all(faults: list[Fault], *, seconds: float, seed: int) -> list[Row]:
     with Nursery() as nursery:
         for fault in faults:
             stderr.print(f"[bold]{fault.name}[/]  {escape(fault.about)}")
-            rows.append(fault.run(nursery, seconds=seconds * fault.share / shares, seed=seed))
+            rows.append(fault.run(nursery, seconds=seconds * fault.share / shares, seed=seed, timed=True))
             row = rows[-1]
             stderr.print(f"  [{COLOURS[row.verdict]}]{row.verdict}[/] after {row.seconds:.0f} s")
     return rows

@@ -26,8 +26,8 @@ class Fault:
     def about(self) -> str:
         return (self.work.__doc__ or "").split("\n")[0]
 
-    def run(self, nursery: Nursery, *, seconds: float, seed: int) -> Row:
-        return Run(self.name, nursery, seconds=seconds, seed=seed).finish(self.work)
+    def run(self, nursery: Nursery, *, seconds: float, seed: int, timed: bool = False) -> Row:
+        return Run(self.name, nursery, seconds=seconds, seed=seed, timed=timed).finish(self.work)
 
 
 FAULTS: Sequence[Fault] = (

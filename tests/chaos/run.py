@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,7 +52,9 @@ class Row:
 class Run:
     """What a fault is given."""
 
-    def __init__(self, fault: str, nursery: Nursery, *, seconds: float, seed: int) -> None:
+    def __init__(self, fault: str, nursery: Nursery, *, seconds: float, seed: int, timed: bool = False) -> None:
+        """`timed`: times that are aimed at have to be kept, which a machine busy with other tests may not."""
+        self._timed = timed
         self.rng = random.Random(f"{fault}:{seed}")
         self.seconds = seconds
         self.row = Row(fault)
@@ -118,6 +120,16 @@ class Run:
         """An invariant of this fault alone."""
         if not holds:
             self.row.problems.append(problem)
+
+    def aim(self, times_s: Sequence[float], most_s: float, what: str) -> None:
+        """How long something took each time, and how long it may."""
+        self.note(f"{what} after {', '.join(f'{took:.1f}' for took in times_s)} s")
+        if max(times_s) > most_s:
+            missed = f"{what} after {max(times_s):.1f} s, not within {most_s:g} s"
+            if self._timed:
+                self.expect(False, missed)
+            else:
+                self.note(missed)
 
     def finish(self, work: Callable[[Run], None]) -> Row:
         """Do it; whatever it raises is a broken invariant too."""

@@ -67,11 +67,8 @@ def kill_whoever_learns(run: Run) -> None:
             worker.kill()
         client.close()
         run.close_books(deployment, ledger)
-    run.note(
-        f"neighbours learned after {_listed(neighbours_after)} s, the poison buried after {_listed(buried_after)} s"
-    )
-    if max(neighbours_after) > PROGRESS_AIM_S:
-        run.note(f"aim of {PROGRESS_AIM_S:g} s for neighbours missed")
+    run.aim(neighbours_after, PROGRESS_AIM_S, "neighbours learned")
+    run.note(f"the poison buried after {_listed(buried_after)} s")
 
 
 def _one_poison(run: Run, deployment: Deployment, client: Client, number: int) -> tuple[float, float]:

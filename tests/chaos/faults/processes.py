@@ -200,9 +200,7 @@ def measure_recovery(run: Run) -> None:
             while run.going() or not times:
                 times.append(_recovery(run, deployment))
         run.close_books(deployment, ledger)
-    run.note(f"batches of killed workers learned after {', '.join(f'{took:.1f}' for took in times)} s")
-    if max(times) > RECOVERY_AIM_S:
-        run.note(f"aim of {RECOVERY_AIM_S:g} s missed")
+    run.aim(times, RECOVERY_AIM_S, "batches of killed workers learned")
 
 
 def _recovery(run: Run, deployment: Deployment) -> float:
