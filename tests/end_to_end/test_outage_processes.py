@@ -16,7 +16,7 @@ from bench.deployment import Deployment
 from bench.environments import SyntheticGroups
 from tests.end_to_end.test_crashes import eventually, learned, tell, valkey_pid
 from tests.end_to_end.test_loop import play_over_http
-from tests.valkeys import own_valkey
+from tests.own_valkey import own_valkey
 
 #: Below the time-out of the service's sockets to the store: a request that waited for that fails.
 PATIENCE_S = 4.5
