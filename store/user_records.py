@@ -27,6 +27,8 @@ class UserState:
     version: int
     epoch: int
     tensors: dict[str, np.ndarray]
+    #: Entry id of the last event applied: a version number may come again in a store that lost its latest writes.
+    last_entry: str = ""
 
     @property
     def forgotten(self) -> bool:
@@ -38,12 +40,15 @@ class UserState:
         return encode_tensors(self.tensors, {})
 
     @staticmethod
-    def decode(user_id: str, incarnation: Any, version: Any, epoch: Any, state: Any) -> UserState:
+    def decode(
+        user_id: str, incarnation: Any, version: Any, epoch: Any, state: Any, last_entry: Any = None
+    ) -> UserState:
         try:
             if state is None and as_int(version) == 0:
                 return UserState(user_id, as_int(incarnation), 0, 0, {})
             tensors, _ = decode_tensors(as_bytes(state))
-            return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors)
+            last = "" if last_entry is None else as_text(last_entry)
+            return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors, last)
         except CorruptRecord as error:
             raise CorruptRecord(f"the state of user {user_id!r}: {error}") from error
 
@@ -58,12 +63,14 @@ class UserUpdate:
     expected_incarnation: int
     samples: Sequence[Sample]
     entry_ids: Sequence[str]
+    expected_last: str = ""  # entry id of the last event applied before
 
     def arguments(self) -> list[Argument]:
         """What the apply script takes for one update."""
         return [
             self.state.user_id,
             f"{self.expected_incarnation}:{self.expected_version}",
+            self.expected_last,
             self.state.incarnation,
             self.state.version,
             self.state.epoch,

@@ -106,7 +106,7 @@ class UserStore:
         return _decode_states(ids, states), _decode_samples(ids, samples)
 
     def _state_command(self, user_id: str) -> Command:
-        return ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch", "state")
+        return ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch", "state", "last")
 
     def _samples_command(self, user_id: str) -> Command:
         return ("LRANGE", self._keys.samples(user_id), 0, -1)

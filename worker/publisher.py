@@ -135,6 +135,7 @@ class Publisher:
                     expected_incarnation=incarnation,
                     samples=[event.sample() for _, event in events],
                     entry_ids=[entry_id for entry_id, _ in events],
+                    expected_last=before.last_entry if before else "",
                 )
             )
         entry_ids = [delivery.entry_id for delivery in deliveries]

@@ -1,15 +1,16 @@
 -- Apply a batch of events to their users: all of it, or nothing.
 -- KEYS  marker, events, counters, update_log, versions, attempts, then `user`, `samples` for each update
 -- ARGV  store epoch, group, consumer, samples kept, log cap, number of entry ids, how many of them are in an update
---       (the others have no effect), the entry ids, then for each update: user id, expected 'incarnation:version' ('0:0': no such user yet), incarnation,
---       version, epoch, state, entry ids joined by commas, number of samples, the samples
+--       (the others have no effect), the entry ids, then for each update: user id, expected 'incarnation:version'
+--       ('0:0': no such user yet), expected last entry id applied, incarnation, version, epoch, state, entry ids
+--       joined by commas, number of samples, the samples
 -- Reply {'ok', applied} | {reason, detail}
 local marker, events, counters = KEYS[1], KEYS[2], KEYS[3]
 local update_log, versions, attempts = KEYS[4], KEYS[5], KEYS[6]
 local store_epoch, group, consumer = ARGV[1], ARGV[2], ARGV[3]
 local samples_kept, log_cap = ARGV[4], ARGV[5]
 local n_ids, n_effective = tonumber(ARGV[6]), tonumber(ARGV[7])
-local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 7, 8
+local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 7, 9
 
 -- Lua does not roll back: everything that could fail is asked before the first write.
 if redis.call('GET', marker) ~= store_epoch then
@@ -27,10 +28,14 @@ for i = HEAD_KEYS + 1, #KEYS, 2 do
   if stored ~= ARGV[at + 1] then
     return {'version', ARGV[at] .. ' is at ' .. stored .. ', not ' .. ARGV[at + 1]}
   end
-  -- a key of another type raises here, before anything is written
-  redis.call('HLEN', KEYS[i])
+  -- A store that lost its latest writes comes to the same version again, by other events.
+  -- A key of another type raises here, before anything is written.
+  local last = redis.call('HGET', KEYS[i], 'last') or ''
+  if last ~= ARGV[at + 2] then
+    return {'version', ARGV[at] .. ' came to ' .. stored .. ' by ' .. last .. ', not ' .. ARGV[at + 2]}
+  end
   redis.call('LLEN', KEYS[i + 1])
-  at = at + UPDATE_ARGS + tonumber(ARGV[at + 7])
+  at = at + UPDATE_ARGS + tonumber(ARGV[at + 8])
 end
 redis.call('XLEN', update_log)
 redis.call('HLEN', attempts)
@@ -46,17 +51,17 @@ if n_effective < n_ids then
 end
 at = HEAD_ARGS + n_ids + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
-  local user_id, incarnation, version = ARGV[at], ARGV[at + 2], ARGV[at + 3]
+  local user_id, incarnation, version, entries = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 7]
   redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version,
-    'epoch', ARGV[at + 4], 'state', ARGV[at + 5])
+    'epoch', ARGV[at + 5], 'state', ARGV[at + 6], 'last', string.match(entries, '[^,]*$'))
   redis.call('HSET', versions, user_id, incarnation .. ':' .. version)
-  local n_samples = tonumber(ARGV[at + 7])
+  local n_samples = tonumber(ARGV[at + 8])
   for s = at + UPDATE_ARGS, at + UPDATE_ARGS + n_samples - 1 do
     redis.call('RPUSH', KEYS[i + 1], ARGV[s])
   end
   redis.call('LTRIM', KEYS[i + 1], '-' .. samples_kept, '-1')
   redis.call('XADD', update_log, 'MAXLEN', '~', log_cap, '*',
-    'u', user_id, 'i', incarnation, 'v', version, 'e', ARGV[at + 6], 't', applied)
+    'u', user_id, 'i', incarnation, 'v', version, 'e', entries, 't', applied)
   at = at + UPDATE_ARGS + n_samples
 end
 for i = HEAD_ARGS + 1, HEAD_ARGS + n_ids do

@@ -17,10 +17,12 @@ from store.namespaces import NamespaceRecord
 from store.users import UserState, UserStore, UserUpdate
 
 
-def update_of(state: UserState, deliveries: list[Delivery], expected: tuple[int, int] = (0, 0)) -> UserUpdate:
+def update_of(
+    state: UserState, deliveries: list[Delivery], expected: tuple[int, int] = (0, 0), last: str = ""
+) -> UserUpdate:
     incarnation, version = expected
     samples = [delivery.event.sample() for delivery in deliveries if delivery.event]
-    return UserUpdate(state, version, incarnation, samples, [delivery.entry_id for delivery in deliveries])
+    return UserUpdate(state, version, incarnation, samples, [delivery.entry_id for delivery in deliveries], last)
 
 
 @pytest.fixture
@@ -69,13 +71,31 @@ async def test_apply(redis: Redis, stream, users: UserStore, keys, deliveries, m
 
 async def test_samples_are_trimmed(stream, users: UserStore, make_event, make_state, neighbours):
     user = neighbours[0]
+    last = ""
     for version in range(1, 6):
         await stream.enqueue([make_event(user, f"e{version}", reward=version / 10)])
         given = await stream.read(0, "one", count=9, block_ms=0)
-        update = update_of(make_state(user, version), given, (0, version - 1))
+        update = update_of(make_state(user, version), given, (0, version - 1), last)
         assert await users.apply(0, "one", ids(given), [update]) == version
+        last = (await users.load([user]))[user].last_entry
+        assert last == given[-1].entry_id
     samples = await users.load_samples([user])
     assert [sample.reward for sample in samples[user]] == [0.3, 0.4, 0.5]
+
+
+async def test_a_version_that_came_about_by_other_events_is_another_one(
+    stream, users: UserStore, deliveries, make_state, neighbours, picture
+):
+    """A store that lost its latest writes counts up again; what was computed before the loss does not fit any more."""
+    one = neighbours[0]
+    await users.apply(0, "one", ids(deliveries[:1]), [update_of(make_state(one, 1), deliveries[:1])])
+    before = await picture()
+    with pytest.raises(FenceLost, match="version"):
+        update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last="1-1")
+        await users.apply(0, "one", ids(deliveries[1:2]), [update])
+    assert await picture() == before
+    update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last=deliveries[0].entry_id)
+    assert await users.apply(0, "one", ids(deliveries[1:2]), [update]) == 2
 
 
 async def test_entries_without_update_are_acknowledged(stream, users: UserStore, deliveries, neighbours):
@@ -230,12 +250,13 @@ async def test_a_place_in_the_log(redis, stream, record, make_event, make_state,
     user = neighbours[0]
     assert await users.log_head(0) == "0-0"
     assert not await users.logged(0, "5-0")
-    heads = []
+    heads, last = [], ""
     for version in (1, 2):
         await stream.enqueue([make_event(user, f"e{version}")])
         given = await stream.read(0, "one", count=9, block_ms=0)
-        update = update_of(make_state(user, version), given, (0, version - 1))
+        update = update_of(make_state(user, version), given, (0, version - 1), last)
         await users.apply(0, "one", ids(given), [update])
+        last = given[-1].entry_id
         heads.append(await users.log_head(0))
     # trimming is approximate: nothing is gone yet
     assert [await users.logged(0, head) for head in heads] == [True, True]
