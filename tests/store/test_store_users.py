@@ -90,8 +90,8 @@ async def test_a_version_that_came_about_by_other_events_is_another_one(
     one = neighbours[0]
     await users.apply(0, "one", ids(deliveries[:1]), [update_of(make_state(one, 1), deliveries[:1])])
     before = await picture()
+    update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last="1-1")
     with pytest.raises(FenceLost, match="version"):
-        update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last="1-1")
         await users.apply(0, "one", ids(deliveries[1:2]), [update])
     assert await picture() == before
     update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last=deliveries[0].entry_id)
