@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from bench.cli import bench_app
 from service.cli_letters import letters_app
 from service.cli_snapshot import snapshot_app
-from service.settings import Settings, SettingsError, load_settings
+from service.settings import Settings, SettingsError
+from service.terminal import fail, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from service.server import Running
 
-#: Exit status of a command that was asked for something impossible, as typer has it for wrong options.
-WRONG_USE: Final = 2
 LEVEL_COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 EPILOG: Final = """
@@ -46,8 +44,6 @@ app = typer.Typer(
     # Local variables hold URLs with passwords.
     pretty_exceptions_show_locals=False,
 )
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def _show_version(wanted: bool) -> None:
@@ -91,7 +87,7 @@ def serve(
     ] = True,
 ) -> None:
     """Serve recommendations over HTTP."""
-    settings = _settings()
+    settings = settings_or_exit()
     from service.logging import configure_logging
     from service.server import ServeError, serve
     from store.errors import StoreError
@@ -100,7 +96,7 @@ def serve(
     try:
         serve(settings, host, port, with_worker=worker, announce=lambda running: _announce(settings, running))
     except (ServeError, SettingsError, StoreError) as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         stderr.print("stopped before it had started")
 
@@ -111,9 +107,9 @@ def worker() -> None:
 
     Needs REDIS_URL: any number of workers may share the store of any number of `metaban serve --no-worker`.
     """
-    settings = _settings()
+    settings = settings_or_exit()
     if settings.redis_url is None:
-        _fail("set REDIS_URL to the store to work on; `metaban serve` has a worker for its private Valkey already")
+        fail("set REDIS_URL to the store to work on; `metaban serve` has a worker for its private Valkey already")
     from service.logging import configure_logging
     from service.supervisor import end_with_parent
     from store.errors import StoreError
@@ -135,13 +131,13 @@ def worker() -> None:
             ),
         )
     except StoreError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
 def doctor(host: Host = "127.0.0.1", port: Port = 8000) -> None:
     """Look for what would keep the service from running here. Exits with 1 when something would."""
-    settings = _settings()
+    settings = settings_or_exit()
     from service.doctor import collect
 
     checks = collect(settings, host=host, port=port)
@@ -169,9 +165,9 @@ def key() -> None:
 
 
 @app.command("settings")
-def show_settings() -> None:
+def showsettings_or_exit() -> None:
     """List every setting: its variable, its value now, and what it means. Secrets are not shown."""
-    settings = _settings()
+    settings = settings_or_exit()
     table = Table("variable", "value", "meaning", box=None, pad_edge=False)
     for name, field in Settings.model_fields.items():
         variable = "REDIS_URL" if name == "redis_url" else f"METABAN_{name.upper()}"
@@ -192,19 +188,6 @@ app.add_typer(letters_app, name="dead-letters")
 def main() -> None:
     """The console entry."""
     app()
-
-
-def _settings() -> Settings:
-    try:
-        return load_settings()
-    except SettingsError as error:
-        stderr.print(f"[red]these settings cannot be used[/]\n{escape(str(error))}")
-        raise typer.Exit(WRONG_USE) from None
-
-
-def _fail(message: str) -> NoReturn:
-    stderr.print(f"[red]error[/] {escape(message)}")
-    raise typer.Exit(1)
 
 
 def _announce(settings: Settings, running: Running) -> None:

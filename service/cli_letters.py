@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from service.settings import Settings, SettingsError, load_settings
+from service.settings import Settings
+from service.terminal import WRONG_USE, fail, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from store.dead_letters import DeadLetter
     from store.events import EventStream
 
-#: Exit status of a command that was asked for something impossible, as typer has it for wrong options.
-WRONG_USE: Final = 2
-
 letters_app = typer.Typer(
     help="Events that no learner could take: list them, have them learned again, or throw them away.",
     no_args_is_help=True,
 )
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 Result = TypeVar("Result")
 
 Partition = Annotated[int, typer.Argument(min=0, help="As listed.")]
@@ -44,7 +39,7 @@ def list_letters(
     try:
         page = _with_stream(lambda stream: stream.dead_letters(limit=limit, cursor=cursor, newest_first=not oldest))
     except ValueError as error:
-        _fail(str(error), status=WRONG_USE)
+        fail(str(error), status=WRONG_USE)
     table = Table("partition", "letter", "user", "decision", "arm", "reward", "reason", box=None, pad_edge=False)
     for letter in page.letters:
         row = _row(letter)
@@ -71,26 +66,23 @@ def replay(
     elif not everything and partition is not None and letter_id is not None:
         answer = _with_stream(lambda stream: stream.replay(partition, letter_id))
         if answer.status != "replayed":
-            _fail(f"not replayed: {answer.detail}")
+            fail(f"not replayed: {answer.detail}")
         stdout.print(f"replayed as {answer.detail}", markup=False)
     else:
-        _fail("name a partition and a letter, or --all", status=WRONG_USE)
+        fail("name a partition and a letter, or --all", status=WRONG_USE)
 
 
 @letters_app.command()
 def discard(partition: Partition, letter_id: LetterId) -> None:
     """Delete a letter for good: its reward is not learned."""
     if not _with_stream(lambda stream: stream.discard(partition, letter_id)):
-        _fail("no such letter")
+        fail("no such letter")
     stdout.print("discarded")
 
 
 def _with_stream(work: Callable[[EventStream], Awaitable[Result]]) -> Result:
     """Do something with the event streams of the namespace that the settings name."""
-    try:
-        settings = load_settings()
-    except SettingsError as error:
-        _fail(f"these settings cannot be used\n{error}", status=WRONG_USE)
+    settings = settings_or_exit()
     from store.errors import StoreError
     from store.locate import located_store
 
@@ -98,7 +90,7 @@ def _with_stream(work: Callable[[EventStream], Awaitable[Result]]) -> Result:
         with located_store(settings.redis_url, settings.data_dir, appendfsync=settings.appendfsync) as url:
             return asyncio.run(_work(settings, url, work))
     except StoreError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 async def _work(settings: Settings, url: str, work: Callable[[EventStream], Awaitable[Result]]) -> Result:
@@ -132,8 +124,3 @@ def _row(letter: DeadLetter) -> dict[str, str | int | float | None]:
         "reward": event and event.reward,
         "reason": letter.reason,
     }
-
-
-def _fail(message: str, *, status: int = 1) -> NoReturn:
-    stderr.print(f"[red]error[/] {escape(message)}")
-    raise typer.Exit(status)

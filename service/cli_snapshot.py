@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from service.settings import Settings, SettingsError, load_settings
+from service.settings import Settings
+from service.terminal import fail, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, int, int], None]
 
-WRONG_USE: Final = 2
 UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 snapshot_app = typer.Typer(
@@ -47,8 +46,6 @@ Talks to REDIS_URL; or else to the private Valkey in METABAN_DATA_DIR, that of a
 time of the command. Files are in METABAN_DATA_DIR/snapshots.
 """,
 )
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Which = Annotated[str, typer.Argument(metavar="ID", help="The id of a snapshot, its name, or `latest`.")]
 
@@ -193,16 +190,11 @@ def _told_errors() -> Iterator[Settings]:
     """The settings; whatever is foreseen to go wrong is told in a line, with exit status 1."""
     from store.errors import StoreError
 
-    try:
-        settings = load_settings()
-    except SettingsError as error:
-        stderr.print(f"[red]these settings cannot be used[/]\n{escape(str(error))}")
-        raise typer.Exit(WRONG_USE) from None
+    settings = settings_or_exit()
     try:
         yield settings
     except (StoreError, OSError) as error:
-        stderr.print(f"[red]error[/] {escape(str(error))}")
-        raise typer.Exit(1) from None
+        fail(str(error))
     except KeyboardInterrupt:
         stderr.print("[red]interrupted[/] a restore that has begun is completed by restoring again")
         raise typer.Exit(1) from None

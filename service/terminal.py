@@ -1,0 +1,32 @@
+"""What all commands have in common: where they print, how they fail, where their settings come from."""
+
+from __future__ import annotations
+
+from typing import Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from service.settings import Settings, SettingsError, load_settings
+
+#: Exit status of a command that was asked for something impossible, as typer has it for wrong options.
+WRONG_USE: Final = 2
+
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def settings_or_exit() -> Settings:
+    """The settings of the environment; what is wrong with them is told."""
+    try:
+        return load_settings()
+    except SettingsError as error:
+        stderr.print(f"[red]these settings cannot be used[/]\n{escape(str(error))}")
+        raise typer.Exit(WRONG_USE) from None
+
+
+def fail(message: str, *, status: int = 1) -> NoReturn:
+    """End the command with a reason."""
+    stderr.print(f"[red]error[/] {escape(message)}")
+    raise typer.Exit(status)
