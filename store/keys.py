@@ -21,8 +21,9 @@ last and may hold anything, braces too: only the first tag of a key counts.
     counters               hash    what was counted, ever: `store.users` says what adds up     none
     update_log             stream  u, i, v, e, t: which user moved to which version            capped
     versions               hash    user id → incarnation:version; `N:0` is a tombstone         none
-    user:<user id>         hash    incarnation, version, epoch, state, last: one UserState;
-                                   the last three are missing in a tombstone                   none
+    user:<user id>         hash    incarnation, version, epoch, state, trail: one UserState;
+                                   the last three are missing in a tombstone; forgot: the
+                                   incarnation that began when the user was last forgotten     none
     samples:<user id>      list    latest Samples, oldest first                                trimmed
     seen:<user, event id>  string  entry id the event got: dedupe                              dedupe window
     dead_letters           stream  events given up on, with the reason                         none

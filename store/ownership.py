@@ -6,12 +6,16 @@ Leases save work and nothing depends on them: two workers that both believe a pa
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import final
 
+from redis.asyncio import Redis
+
 from store.connection import Store, as_text
+from store.errors import StoreUnavailable
 from store.keys import NamespaceKeys
-from store.scripts import load_script
+from store.scripts import ScriptCall, load_script
 
 
 @final
@@ -20,6 +24,7 @@ class Ownership:
 
     def __init__(self, redis: Store, keys: NamespaceKeys, token: str, *, ttl_ms: int) -> None:
         """What is not renewed for `ttl_ms` is free again."""
+        self._single = isinstance(redis, Redis)
         self._keys = keys
         self._token = token
         self._ttl_ms = ttl_ms
@@ -47,9 +52,17 @@ class Ownership:
 
     async def _each(self, verb: str, partitions: Iterable[int]) -> set[int]:
         wanted = list(partitions)
-        replies = await self._lease.call_many(
+        calls: list[ScriptCall] = [
             ([self._keys.owner(partition)], [verb, self._token, self._ttl_ms]) for partition in wanted
-        )
+        ]
+        try:
+            replies = await self._lease.call_many(calls)
+        except StoreUnavailable:
+            if self._single:
+                raise
+            # One server of a cluster is away: the partitions of the others are still ours to hold.
+            outcomes = await asyncio.gather(*(self._lease.call(*call) for call in calls), return_exceptions=True)
+            replies = [not isinstance(outcome, BaseException) and outcome for outcome in outcomes]
         return {partition for partition, held in zip(wanted, replies, strict=True) if held}
 
 

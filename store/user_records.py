@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, final
 
 import numpy as np
@@ -27,8 +28,8 @@ class UserState:
     version: int
     epoch: int
     tensors: dict[str, np.ndarray]
-    #: Entry id of the last event applied: a version number may come again in a store that lost its latest writes.
-    last_entry: str = ""
+    #: Digest of all events applied, in order: a store that lost its latest writes comes to a version by other events.
+    trail: str = ""
 
     @property
     def forgotten(self) -> bool:
@@ -40,15 +41,13 @@ class UserState:
         return encode_tensors(self.tensors, {})
 
     @staticmethod
-    def decode(
-        user_id: str, incarnation: Any, version: Any, epoch: Any, state: Any, last_entry: Any = None
-    ) -> UserState:
+    def decode(user_id: str, incarnation: Any, version: Any, epoch: Any, state: Any, trail: Any = None) -> UserState:
         try:
             if state is None and as_int(version) == 0:
                 return UserState(user_id, as_int(incarnation), 0, 0, {})
             tensors, _ = decode_tensors(as_bytes(state))
-            last = "" if last_entry is None else as_text(last_entry)
-            return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors, last)
+            trod = "" if trail is None else as_text(trail)
+            return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors, trod)
         except CorruptRecord as error:
             raise CorruptRecord(f"the state of user {user_id!r}: {error}") from error
 
@@ -63,19 +62,26 @@ class UserUpdate:
     expected_incarnation: int
     samples: Sequence[Sample]
     entry_ids: Sequence[str]
-    expected_last: str = ""  # entry id of the last event applied before
+    expected_trail: str = ""
+
+    @property
+    def trail(self) -> str:
+        """Of the user after this update."""
+        joined = ",".join([self.expected_trail, *self.entry_ids])
+        return blake2b(joined.encode(), digest_size=8).hexdigest()
 
     def arguments(self) -> list[Argument]:
         """What the apply script takes for one update."""
         return [
             self.state.user_id,
             f"{self.expected_incarnation}:{self.expected_version}",
-            self.expected_last,
+            self.expected_trail,
             self.state.incarnation,
             self.state.version,
             self.state.epoch,
             self.state.encode(),
             ",".join(self.entry_ids),
+            self.trail,
             len(self.samples),
             *[sample.encode() for sample in self.samples],
         ]

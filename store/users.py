@@ -106,7 +106,7 @@ class UserStore:
         return _decode_states(ids, states), _decode_samples(ids, samples)
 
     def _state_command(self, user_id: str) -> Command:
-        return ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch", "state", "last")
+        return ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch", "state", "trail")
 
     def _samples_command(self, user_id: str) -> Command:
         return ("LRANGE", self._keys.samples(user_id), 0, -1)
@@ -180,7 +180,7 @@ class UserStore:
             if self._keys.partition_of(state.user_id) != partition:
                 raise ValueError(f"user {state.user_id!r} is not in partition {partition}")
             keys.append(self._keys.user(state.user_id))
-            arguments += [state.user_id, state.incarnation, state.version, state.epoch, state.encode()]
+            arguments += [state.user_id, state.incarnation, state.version, state.trail, state.epoch, state.encode()]
         status, *done = await self._rebase.call(keys, arguments)
         if status != b"ok":
             raise FenceLost(FENCE_REASONS[status], f"partition {partition}")

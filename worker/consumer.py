@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 import structlog
@@ -65,6 +66,7 @@ class Consumer:
         next_claim, inherited = 0.0, False
         while not self._stopping.is_set():
             try:
+                await self._forgive()
                 if not inherited:
                     await self._inherit()
                     inherited = True
@@ -80,6 +82,14 @@ class Consumer:
             except StoreUnavailable as error:
                 log.warning("store unavailable", partition=self._partition, error=str(error))
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+        with suppress(StoreUnavailable):
+            await self._forgive()
+
+    async def _forgive(self) -> None:
+        """An event that was on trial when the store went away is not to blame for it."""
+        if self._on_trial is not None:
+            await self._streams.forgive_attempt(self._on_trial, self._name)
+            self._on_trial = None
 
     async def _inherit(self) -> None:
         """Finish what earlier readers of the partition left, without waiting until it is stalled."""
@@ -88,9 +98,6 @@ class Consumer:
         await self._try_alone([delivery for delivery, tried in zip(left, attempts, strict=True) if not tried])
 
     async def _take_over(self) -> None:
-        if self._on_trial is not None:
-            await self._streams.forgive_attempt(self._on_trial, self._name)
-            self._on_trial = None
         await self._try_alone(
             await self._streams.claim_stalled(
                 self._partition, self._name, min_idle_ms=STALLED_AFTER_MS, count=CLAIM_EVENTS

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -130,8 +131,9 @@ class MetaTrainer:
     async def _due(self, trainer: Trainer, current: SharedEpoch, total: int) -> bool:
         if trainer.learner.epoch_due(current.events, total):
             return True
-        users = await self._users.count()
-        return users > self._candidate_pool and len(current.members) < self._candidate_pool
+        if len(current.members) >= self._candidate_pool or await self._users.count() <= self._candidate_pool:
+            return False
+        return len(await self._standings()) > self._candidate_pool  # those who were forgotten do not count
 
     async def _advance(self, trainer: Trainer, current: SharedEpoch, total: int) -> None:
         """Derive the next epoch, refit users where it changes their inputs, publish."""
@@ -168,10 +170,11 @@ class MetaTrainer:
             reach("meta-swept")
 
     async def _standings(self) -> dict[str, tuple[int, int]]:
-        """(incarnation, version) of everyone."""
+        """(incarnation, version) of everyone of whom something was learned."""
         found: dict[str, tuple[int, int]] = {}
         for partition in range(self._partitions):
-            found |= await self._users.versions(partition)
+            standings = await self._users.versions(partition)
+            found |= {user: standing for user, standing in standings.items() if standing[1]}
         return found
 
     async def _refit(self, trainer: Trainer, epoch: SharedEpoch, user_ids: list[str], *, published: bool) -> bool:
@@ -199,7 +202,7 @@ class MetaTrainer:
             by_partition: dict[int, list[UserState]] = {}
             for pupil, tensors in zip(pupils, fitted.states, strict=True):
                 before = stale[pupil.user_id]
-                state = UserState(pupil.user_id, before.incarnation, before.version, epoch.number, tensors)
+                state = replace(before, epoch=epoch.number, tensors=tensors)
                 by_partition.setdefault(self._users.partition_of(pupil.user_id), []).append(state)
             for partition, moved in by_partition.items():
                 try:

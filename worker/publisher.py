@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import structlog
@@ -135,7 +136,7 @@ class Publisher:
                     expected_incarnation=incarnation,
                     samples=[event.sample() for _, event in events],
                     entry_ids=[entry_id for entry_id, _ in events],
-                    expected_last=before.last_entry if before else "",
+                    expected_trail=before.trail if before else "",
                 )
             )
         entry_ids = [delivery.entry_id for delivery in deliveries]
@@ -148,7 +149,9 @@ class Publisher:
         if fitted.quarantined:
             await self._users.count_quarantined(partition, len(fitted.quarantined))
         if updates:
-            await self._catch_up(partition, epoch, pupils, [update.state for update in updates])
+            await self._catch_up(
+                partition, epoch, pupils, [replace(update.state, trail=update.trail) for update in updates]
+            )
         return applied
 
     async def _catch_up(
@@ -167,7 +170,7 @@ class Publisher:
             void = [Pupil(pupil.user_id, pupil.events, pupil.samples, None) for pupil in pupils]
             fitted = await self._desk.fit(trainer, newest, void)
             again = [
-                UserState(state.user_id, state.incarnation, state.version, newest.number, tensors)
+                UserState(state.user_id, state.incarnation, state.version, newest.number, tensors, state.trail)
                 for state, tensors in zip(states, fitted.states, strict=True)
             ]
             await self._users.rebase(partition, again)

@@ -64,7 +64,7 @@ class PartitionShares:
                     log.warning("store unavailable", error=str(error))
                 await self._wait()
         finally:
-            await self._end(list(self._readings))
+            await self._end_all()
             try:
                 await self._ownership.leave()
             except StoreUnavailable as error:
@@ -73,13 +73,13 @@ class PartitionShares:
     async def _turn(self) -> None:
         present = await self._ownership.attend()
         wanted = fair_share(self._partitions, self._token, present)
-        # Not released before its reader has ended: whoever comes next would find a batch in its hands.
-        surplus = [partition for partition in self._readings if partition not in wanted]
-        if surplus:
-            await self._end(surplus)
-        held = await self._ownership.hold(wanted)
-        await self._end([partition for partition in self._readings if partition not in held])
-        for partition in sorted(held - self._readings.keys()):
+        await self._let_go()
+        # Kept until its reader has ended: whoever comes next would find a batch in its hands.
+        held = await self._ownership.hold(wanted | self._readings.keys())
+        for partition, reading in self._readings.items():
+            if partition not in wanted or partition not in held:
+                reading.stopping.set()
+        for partition in sorted((held & wanted) - self._readings.keys()):
             await self._forget_the_dead(partition, present)
             stopping = asyncio.Event()
             task = asyncio.create_task(self._consumer(partition, stopping).run())
@@ -92,26 +92,29 @@ class PartitionShares:
         await self._streams.release_from(partition, gone)
 
     async def _wait(self) -> None:
-        """Until the next turn, the stop, or the end of a reader, which only an error brings about."""
+        """Until the next turn, the stop, or the end of a reader."""
         stop = asyncio.create_task(self._stopping.wait())
         tasks = [reading.task for reading in self._readings.values()]
         try:
-            done, _ = await asyncio.wait([stop, *tasks], timeout=RENEW_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stop, *tasks], timeout=RENEW_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
-        for task in done - {stop}:
-            task.result()
 
-    async def _end(self, partitions: list[int]) -> None:
-        """Have readers finish their batches, all at once, and give their leases back."""
-        readings = {partition: self._readings.pop(partition) for partition in partitions}
-        for reading in readings.values():
-            reading.stopping.set()
-        outcomes = await asyncio.gather(*(reading.task for reading in readings.values()), return_exceptions=True)
+    async def _let_go(self) -> None:
+        """Give back the leases of partitions whose readers have ended; an error that ended one is raised."""
+        ended = {partition: reading for partition, reading in self._readings.items() if reading.task.done()}
+        for partition in ended:
+            del self._readings[partition]
         try:
-            await self._ownership.release(readings)
+            await self._ownership.release(ended)
         except StoreUnavailable as error:
             log.warning("store unavailable", error=str(error))
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        for reading in ended.values():
+            reading.task.result()
+
+    async def _end_all(self) -> None:
+        """Have all readers finish their batches."""
+        for reading in self._readings.values():
+            reading.stopping.set()
+        await asyncio.gather(*(reading.task for reading in self._readings.values()), return_exceptions=True)
+        await self._let_go()

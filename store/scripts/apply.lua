@@ -2,15 +2,15 @@
 -- KEYS  marker, events, counters, update_log, versions, attempts, then `user`, `samples` for each update
 -- ARGV  store epoch, group, consumer, samples kept, log cap, number of entry ids, how many of them are in an update
 --       (the others have no effect), the entry ids, then for each update: user id, expected 'incarnation:version'
---       ('0:0': no such user yet), expected last entry id applied, incarnation, version, epoch, state, entry ids
---       joined by commas, number of samples, the samples
+--       ('0:0': no such user yet), expected trail, incarnation, version, epoch, state, entry ids joined by commas,
+--       trail, number of samples, the samples
 -- Reply {'ok', applied} | {reason, detail}
 local marker, events, counters = KEYS[1], KEYS[2], KEYS[3]
 local update_log, versions, attempts = KEYS[4], KEYS[5], KEYS[6]
 local store_epoch, group, consumer = ARGV[1], ARGV[2], ARGV[3]
 local samples_kept, log_cap = ARGV[4], ARGV[5]
 local n_ids, n_effective = tonumber(ARGV[6]), tonumber(ARGV[7])
-local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 7, 9
+local HEAD_KEYS, HEAD_ARGS, UPDATE_ARGS = 6, 7, 10
 
 -- Lua does not roll back: everything that could fail is asked before the first write.
 if redis.call('GET', marker) ~= store_epoch then
@@ -30,12 +30,11 @@ for i = HEAD_KEYS + 1, #KEYS, 2 do
   end
   -- A store that lost its latest writes comes to the same version again, by other events.
   -- A key of another type raises here, before anything is written.
-  local last = redis.call('HGET', KEYS[i], 'last') or ''
-  if last ~= ARGV[at + 2] then
-    return {'version', ARGV[at] .. ' came to ' .. stored .. ' by ' .. last .. ', not ' .. ARGV[at + 2]}
+  if (redis.call('HGET', KEYS[i], 'trail') or '') ~= ARGV[at + 2] then
+    return {'version', ARGV[at] .. ' came to ' .. stored .. ' by other events'}
   end
   redis.call('LLEN', KEYS[i + 1])
-  at = at + UPDATE_ARGS + tonumber(ARGV[at + 8])
+  at = at + UPDATE_ARGS + tonumber(ARGV[at + 9])
 end
 redis.call('XLEN', update_log)
 redis.call('HLEN', attempts)
@@ -53,9 +52,9 @@ at = HEAD_ARGS + n_ids + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local user_id, incarnation, version, entries = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 7]
   redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version,
-    'epoch', ARGV[at + 5], 'state', ARGV[at + 6], 'last', string.match(entries, '[^,]*$'))
+    'epoch', ARGV[at + 5], 'state', ARGV[at + 6], 'trail', ARGV[at + 8])
   redis.call('HSET', versions, user_id, incarnation .. ':' .. version)
-  local n_samples = tonumber(ARGV[at + 8])
+  local n_samples = tonumber(ARGV[at + 9])
   for s = at + UPDATE_ARGS, at + UPDATE_ARGS + n_samples - 1 do
     redis.call('RPUSH', KEYS[i + 1], ARGV[s])
   end

@@ -1,4 +1,4 @@
--- Add events to a partition's stream, each event id once, unless their user began a new incarnation since.
+-- Add events to a partition's stream, each event id once, unless their user is in another incarnation.
 -- KEYS  marker, events, counters, versions, then one `seen` key for each event
 -- ARGV  backlog limit, dedupe window in ms, 1 to write even when all are duplicates, fields and values per event,
 --       then for each event: user id, incarnation, its fields and values
@@ -27,7 +27,8 @@ for i = HEAD_KEYS + 1, #KEYS do
     entry_of[key] = known
   else
     local incarnation = string.match(redis.call('HGET', versions, ARGV[at]) or '0:0', '^%d+')
-    if tonumber(ARGV[at + 1]) < tonumber(incarnation or '0') then
+    -- Also one of a later incarnation: the store has lost that the user began anew.
+    if tonumber(ARGV[at + 1]) ~= tonumber(incarnation or '0') then
       void[i] = true
     elseif not counted[key] then
       counted[key] = true

@@ -22,7 +22,8 @@ redis.call('HINCRBY', counters, 'forgotten', version)
 redis.call('HSET', versions, user_id, incarnation .. ':0')
 -- Whatever was stored under these names, of whatever type, is gone.
 redis.call('DEL', user, samples)
-redis.call('HSET', user, 'incarnation', incarnation, 'version', '0')
+-- `forgot` stays when the user comes back: no snapshot from before brings the old one back.
+redis.call('HSET', user, 'incarnation', incarnation, 'version', '0', 'forgot', incarnation)
 redis.call('XADD', update_log, 'MAXLEN', '~', ARGV[2], '*',
   'u', user_id, 'i', incarnation, 'v', '0', 'e', '', 't', applied)
 return {'ok', incarnation}

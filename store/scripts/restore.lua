@@ -3,7 +3,7 @@
 -- ARGV  store epoch, generation of the restore, log cap, events applied at least,
 --       then for each user: user id, incarnation, version, epoch, state ('': drop), number of samples, the samples
 -- Reply {'store-epoch'} | {'overtaken', generation} | {'corrupt', user id}: nothing was written then
---       {'ok', 1 | 0 for each user}: 0 for one who was forgotten, and stays so
+--       {'ok', 1 | 0 for each user}: 0 for one who was forgotten and stays so, or had nothing to be dropped
 local marker, counters, update_log, versions, restored = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local store_epoch, generation, log_cap, least = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local HEAD_KEYS, HEAD_ARGS, USER_ARGS = 5, 4, 6
@@ -18,22 +18,23 @@ if tonumber(latest) > tonumber(generation) then
 end
 local applied = tonumber(redis.call('HGET', counters, 'applied') or '0')
 redis.call('XLEN', update_log)
-local reply, raised, undone = {'ok'}, {}, 0
+local reply, raised, returning, forgotten, undone = {'ok'}, {}, {}, {}, 0
 local at = HEAD_ARGS + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local incarnation, version = string.match(redis.call('HGET', versions, ARGV[at]) or '0:0', '^(%d+):(%d+)$')
   if not incarnation then
     return {'corrupt', ARGV[at]}
   end
-  local stands = redis.call('HEXISTS', versions, ARGV[at]) == 1
-  local bare = redis.call('HEXISTS', KEYS[i], 'state') + redis.call('HEXISTS', KEYS[i], 'dropped') == 0
   redis.call('LLEN', KEYS[i + 1])
   raised[#raised + 1] = string.format('%.0f', math.max(tonumber(incarnation), tonumber(ARGV[at + 1])) + 1)
-  -- Forgotten on request, not dropped by an earlier restore: no snapshot brings them back.
-  local returns = not (stands and version == '0' and bare)
-  reply[#reply + 1] = returns and 1 or 0
+  local kept = ARGV[at + 4] ~= ''
+  local forgot = redis.call('HGET', KEYS[i], 'forgot')
+  -- Forgotten on request since the snapshot was taken, which incarnations tell: it does not bring them back.
+  local returns = kept and not (forgot and tonumber(ARGV[at + 1]) < tonumber(forgot))
+  returning[#returning + 1], forgotten[#forgotten + 1] = returns, forgot
+  reply[#reply + 1] = (returns or not kept and redis.call('HEXISTS', KEYS[i], 'state') == 1) and 1 or 0
   undone = undone + tonumber(version)
-  if returns and ARGV[at + 4] ~= '' then
+  if returns then
     undone = undone - tonumber(ARGV[at + 2])
   end
   at = at + USER_ARGS + tonumber(ARGV[at + 5])
@@ -53,20 +54,17 @@ at = HEAD_ARGS + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local place = (i - HEAD_KEYS + 1) / 2
   local user_id, incarnation, version, n_samples = ARGV[at], raised[place], '0', tonumber(ARGV[at + 5])
-  redis.call('DEL', KEYS[i + 1])
-  if reply[place + 1] == 0 then
-    redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version)
-  elseif ARGV[at + 4] == '' then
-    redis.call('DEL', KEYS[i])
-    redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version, 'dropped', '1')
-  else
+  redis.call('DEL', KEYS[i], KEYS[i + 1])
+  if returning[place] then
     version = ARGV[at + 2]
-    redis.call('DEL', KEYS[i])
-    redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version,
-      'epoch', ARGV[at + 3], 'state', ARGV[at + 4])
+    redis.call('HSET', KEYS[i], 'epoch', ARGV[at + 3], 'state', ARGV[at + 4])
     for s = at + USER_ARGS, at + USER_ARGS + n_samples - 1 do
       redis.call('RPUSH', KEYS[i + 1], ARGV[s])
     end
+  end
+  redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version)
+  if forgotten[place] then
+    redis.call('HSET', KEYS[i], 'forgot', forgotten[place])
   end
   redis.call('HSET', versions, user_id, incarnation .. ':' .. version)
   redis.call('XADD', update_log, 'MAXLEN', '~', log_cap, '*', 'u', user_id, 'i', incarnation, 'v', version,

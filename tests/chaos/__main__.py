@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,8 @@ from tests.chaos.run import Row
 stdout = Console(highlight=False, soft_wrap=True, width=112)
 stderr = Console(stderr=True, highlight=False)
 COLOURS = {"holds": "green", "BROKEN": "red"}
+#: What a fault takes beside hurting: processes start, and everything settles before the audit.
+SETTLE_S = 4.0
 #: Problems of one fault that are printed; the JSON has all.
 PROBLEMS_SHOWN = 12
 
@@ -53,12 +56,15 @@ def main(
 
 def run_all(faults: list[Fault], *, seconds: float, seed: int) -> list[Row]:
     """One fault after the other, each with its share of the time."""
-    shares = sum(fault.share for fault in faults)
+    deadline = time.monotonic() + seconds
     rows = []
     with Nursery() as nursery:
-        for fault in faults:
+        for place, fault in enumerate(faults):
             stderr.print(f"[bold]{fault.name}[/]  {escape(fault.about)}")
-            rows.append(fault.run(nursery, seconds=seconds * fault.share / shares, seed=seed, timed=True))
+            # Of what is left, so that all of it together takes the time that was asked for.
+            left_s = deadline - time.monotonic()
+            share_s = left_s * fault.share / sum(later.share for later in faults[place:])
+            rows.append(fault.run(nursery, seconds=max(1.0, share_s - SETTLE_S), seed=seed, timed=True))
             row = rows[-1]
             stderr.print(f"  [{COLOURS[row.verdict]}]{row.verdict}[/] after {row.seconds:.0f} s")
     return rows

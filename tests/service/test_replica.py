@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ async def publish_epoch(shop: Workshop, number: int, events: int, members: tuple
 async def move_to_epoch(shop: Workshop, user: str, number: int) -> None:
     """What a refit does to a user."""
     state = (await shop.users.load([user]))[user]
-    moved = UserState(user, state.incarnation, state.version, number, state.tensors)
+    moved = replace(state, epoch=number)
     assert await shop.users.rebase(shop.keys.partition_of(user), [moved]) == [True]
 
 

@@ -152,7 +152,6 @@ async def test_restore(shop: Workshop, tmp_path: Path) -> None:
     assert await shop.redis.hgetall(shop.keys.user("late")) == {
         b"incarnation": b"1",
         b"version": b"0",
-        b"dropped": b"1",
     }
     assert not await shop.redis.exists(shop.keys.samples("late"))
     assert await RestoreStore(shop.redis, shop.keys, shop.record.store_epoch).unfinished() is None
@@ -342,16 +341,23 @@ async def test_a_user_left_behind_by_an_epoch_is_fitted_again(shop: Workshop, tm
     assert learned({user: after[user] for user in sound}) == learned(sound)
 
 
-async def test_who_was_forgotten_on_request_stays_so(shop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("back", [False, True], ids=["away", "come back"])
+async def test_who_was_forgotten_on_request_stays_so(shop: Workshop, tmp_path: Path, back: bool) -> None:
     manifest = await take(shop, tmp_path)
-    partition = shop.keys.partition_of("user 4")
-    await shop.redis.delete(shop.keys.user("user 4"), shop.keys.samples("user 4"))
-    await shop.redis.hset(shop.keys.user("user 4"), mapping={"incarnation": 1, "version": 0})
-    await shop.redis.hset(shop.keys.versions(partition), "user 4", "1:0")
+    await shop.users.forget("user 4")
+    if back:
+        await learn(shop, {"user 4": 2}, first=800)
     done = await put_back(shop.redis, tmp_path, manifest)
     assert (done.users, done.forgotten) == (11, 1)
-    assert await shop.redis.hgetall(shop.keys.user("user 4")) == {b"incarnation": b"2", b"version": b"0"}
-    assert await shop.redis.hget(shop.keys.versions(partition), "user 4") == b"2:0"
+    assert (await shop.users.load(["user 4"]))["user 4"].forgotten
+    assert await shop.users.load_samples(["user 4"]) == {}
+    # One taken after the forget knows the new one, and brings that back.
+    await learn(shop, {"user 4": 3}, first=850)
+    later = await take(shop, tmp_path)
+    await learn(shop, {"user 4": 1}, first=900)
+    done = await put_back(shop.redis, tmp_path, later)
+    assert done.forgotten == 0
+    assert (await shop.users.load(["user 4"]))["user 4"].version == 3
 
 
 async def test_whom_a_restore_dropped_another_brings_back(shop: Workshop, tmp_path: Path) -> None:

@@ -190,8 +190,8 @@ class EventPath(RuleBasedStateMachine):
             tensors = {"n": np.array([version + len(theirs)])}
             state = UserState(user, incarnation, version + len(theirs), 0, tensors)
             samples, entries = [event.sample() for _, event in theirs], [entry for entry, _ in theirs]
-            last = states[user].last_entry if user in states else ""
-            updates.append(UserUpdate(state, version, incarnation, samples, entries, last))
+            trail = states[user].trail if user in states else ""
+            updates.append(UserUpdate(state, version, incarnation, samples, entries, trail))
         return updates
 
     @precondition(lambda self: self.computed)

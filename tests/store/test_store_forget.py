@@ -55,7 +55,7 @@ async def test_all_but_a_tombstone_is_gone(
     assert await users.load_samples([user]) == {}
     assert await users.fitted_under([user]) == {}
     assert await users.versions(0) == {user: (1, 0)}
-    assert set(await redis.hgetall(keys.user(user))) == {b"incarnation", b"version"}
+    assert set(await redis.hgetall(keys.user(user))) == {b"incarnation", b"version", b"forgot"}
     line = (await users.tail(0, "0-0", block_ms=0, count=9))[-1]
     assert (line.user_id, line.incarnation, line.version, line.entry_ids, line.applied) == (user, 1, 0, (), 1)
     assert (await users.counters())["forgotten"] == 1

@@ -96,7 +96,7 @@ async def use_every_script(redis: Redis) -> None:
             for state, d in zip(states, rest, strict=True)
         ]
         await users.apply(partition, "one", [d.entry_id for d in rest], updates)
-        assert all(await users.rebase(partition, states))
+        assert all(await users.rebase(partition, list((await users.load(s.user_id for s in states)).values())))
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
     assert [await users.forget(name) for name in names] == [1] * 12
     assert await stream.release_consumer("one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ from store.users import UserState, UserStore, UserUpdate
 
 
 def update_of(
-    state: UserState, deliveries: list[Delivery], expected: tuple[int, int] = (0, 0), last: str = ""
+    state: UserState, deliveries: list[Delivery], expected: tuple[int, int] = (0, 0), trail: str = ""
 ) -> UserUpdate:
     incarnation, version = expected
     samples = [delivery.event.sample() for delivery in deliveries if delivery.event]
-    return UserUpdate(state, version, incarnation, samples, [delivery.entry_id for delivery in deliveries], last)
+    return UserUpdate(state, version, incarnation, samples, [delivery.entry_id for delivery in deliveries], trail)
 
 
 @pytest.fixture
@@ -71,14 +72,14 @@ async def test_apply(redis: Redis, stream, users: UserStore, keys, deliveries, m
 
 async def test_samples_are_trimmed(stream, users: UserStore, make_event, make_state, neighbours):
     user = neighbours[0]
-    last = ""
+    trail = ""
     for version in range(1, 6):
         await stream.enqueue([make_event(user, f"e{version}", reward=version / 10)])
         given = await stream.read(0, "one", count=9, block_ms=0)
-        update = update_of(make_state(user, version), given, (0, version - 1), last)
+        update = update_of(make_state(user, version), given, (0, version - 1), trail)
         assert await users.apply(0, "one", ids(given), [update]) == version
-        last = (await users.load([user]))[user].last_entry
-        assert last == given[-1].entry_id
+        trail = (await users.load([user]))[user].trail
+        assert trail == update.trail
     samples = await users.load_samples([user])
     assert [sample.reward for sample in samples[user]] == [0.3, 0.4, 0.5]
 
@@ -88,13 +89,16 @@ async def test_a_version_that_came_about_by_other_events_is_another_one(
 ):
     """A store that lost its latest writes counts up again; what was computed before the loss does not fit any more."""
     one = neighbours[0]
-    await users.apply(0, "one", ids(deliveries[:1]), [update_of(make_state(one, 1), deliveries[:1])])
+    first = update_of(make_state(one, 1), deliveries[:1])
+    await users.apply(0, "one", ids(deliveries[:1]), [first])
     before = await picture()
-    update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last="1-1")
+    update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), trail="another")
     with pytest.raises(FenceLost, match="version"):
         await users.apply(0, "one", ids(deliveries[1:2]), [update])
     assert await picture() == before
-    update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), last=deliveries[0].entry_id)
+    assert await users.rebase(0, [replace(make_state(one, 1, epoch=1), trail="another")]) == [False]
+    assert await users.rebase(0, [replace(make_state(one, 1, epoch=1), trail=first.trail)]) == [True]
+    update = update_of(make_state(one, 2), deliveries[1:2], (0, 1), trail=first.trail)
     assert await users.apply(0, "one", ids(deliveries[1:2]), [update]) == 2
 
 
@@ -211,13 +215,14 @@ async def test_rebase(users: UserStore, deliveries, make_state, neighbours):
     updates = [update_of(make_state(one, 2), deliveries[:2]), update_of(make_state(two, 1), deliveries[2:])]
     await users.apply(0, "one", ids(deliveries), updates)
     head = await users.log_head(0)
-    states = [make_state(one, 2, epoch=3), make_state(two, 7, epoch=3), make_state("user 999", 0, epoch=3)]
+    first = replace(make_state(one, 2, epoch=3), trail=updates[0].trail)
+    states = [first, make_state(two, 7, epoch=3), make_state("user 999", 0, epoch=3)]
     states = [state for state in states if users._keys.partition_of(state.user_id) == 0]
     assert (await users.rebase(0, states))[:2] == [True, False]
     assert [(u.epoch, u.version) for u in (await users.load([one, two])).values()] == [(3, 2), (0, 1)]
     [line] = await users.tail(0, head, block_ms=0, count=10)
     assert (line.user_id, line.version, line.entry_ids, line.applied) == (one, 2, (), 3)
-    assert await users.rebase(0, [make_state(one, 2, epoch=2)]) == [False]  # an older epoch
+    assert await users.rebase(0, [replace(first, epoch=2)]) == [False]  # an older epoch
     assert await users.rebase(0, []) == []
 
 
@@ -250,13 +255,13 @@ async def test_a_place_in_the_log(redis, stream, record, make_event, make_state,
     user = neighbours[0]
     assert await users.log_head(0) == "0-0"
     assert not await users.logged(0, "5-0")
-    heads, last = [], ""
+    heads, trail = [], ""
     for version in (1, 2):
         await stream.enqueue([make_event(user, f"e{version}")])
         given = await stream.read(0, "one", count=9, block_ms=0)
-        update = update_of(make_state(user, version), given, (0, version - 1), last)
+        update = update_of(make_state(user, version), given, (0, version - 1), trail)
         await users.apply(0, "one", ids(given), [update])
-        last = given[-1].entry_id
+        trail = update.trail
         heads.append(await users.log_head(0))
     # trimming is approximate: nothing is gone yet
     assert [await users.logged(0, head) for head in heads] == [True, True]
@@ -283,12 +288,13 @@ async def test_of_two_refits_the_later_one_wins(users: UserStore, deliveries, ma
     one, two = neighbours[:2]
     updates = [update_of(make_state(one, 2), deliveries[:2]), update_of(make_state(two, 1), deliveries[2:])]
     await users.apply(0, "one", ids(deliveries), updates)
-    assert await users.rebase(0, [make_state(one, 2, epoch=1)], refit=7) == [True]
-    assert await users.rebase(0, [make_state(two, 1, epoch=1)], refit=7) == [True]
+    states = await users.load([one, two])
+    assert await users.rebase(0, [replace(states[one], epoch=1)], refit=7) == [True]
+    assert await users.rebase(0, [replace(states[two], epoch=1)], refit=7) == [True]
     with pytest.raises(FenceLost, match="overtaken"):
-        await users.rebase(0, [make_state(two, 1, epoch=2)], refit=6)
+        await users.rebase(0, [replace(states[two], epoch=2)], refit=6)
     assert (await users.load([two]))[two].epoch == 1
-    assert await users.rebase(0, [make_state(two, 1, epoch=2)]) == [True]  # under an epoch that is out
+    assert await users.rebase(0, [replace(states[two], epoch=2)]) == [True]  # under an epoch that is out
 
 
 async def test_a_refit_takes_the_lease(redis: Redis, record: NamespaceRecord):
