@@ -379,7 +379,8 @@ async def test_no_epoch_is_published_while_a_restore_is_unfinished(shop: Worksho
     # Not even by one who has the lease.
     epoch = await shop.epochs.current()
     assert epoch is not None
-    assert not await shop.epochs.publish(replace(epoch, number=epoch.number + 1), lease_token="gone")
+    following = replace(epoch, number=epoch.number + 1, follows=epoch.stamp)
+    assert not await shop.epochs.publish(following, lease_token="gone")
     await shop.epochs.release_lease("gone")
     unfinished = await restores.unfinished()
     assert unfinished is not None
