@@ -25,7 +25,7 @@ async def publish(shop: Workshop, number: int, mean: float, *, refitted: int = 0
 
 
 async def picture(redis: Redis) -> dict[bytes, Any]:
-    return {key: await redis.dump(key) for key in await redis.keys("*")}
+    return {key: await redis.dump(key) async for key in redis.scan_iter()}
 
 
 async def set_back(redis: Redis, kept: dict[bytes, Any]) -> None:
@@ -77,7 +77,7 @@ async def test_nothing_is_derived_from_a_lost_epoch(shop: Workshop) -> None:
         assert await shop.epochs.acquire_lease("m1", 60_000)
         await advance(*arguments)
 
-    meta._advance = late  # type: ignore[method-assign]
+    meta._advance = late
     await meta._tick()
     assert await shop.epochs.current_number() == 1
     await shop.model.refresh_epoch()
