@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import numpy as np
 
 from store.codec import decode_tensors, encode_tensors
-from store.connection import Store, as_bytes, as_int, block_arguments, command, parse_entries, stream_entries
+from store.connection import Store, as_bytes, as_int, as_text, block_arguments, command, parse_entries, stream_entries
 from store.errors import CorruptRecord, StoreReset
 from store.keys import NamespaceKeys
 from store.scripts import load_script
@@ -22,7 +23,11 @@ BEFORE_ALL: Final = "0-0"
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """One published state of everything shared; the first has number 0."""
+    """One published state of everything shared; the first has number 0.
+
+    A store that comes back without its latest writes gives a number twice: the stamp tells the two epochs apart. It is
+    given at publication, so neither it nor `follows` is in the blob.
+    """
 
     number: int
     events: int  # applied in all partitions when this was derived
@@ -30,6 +35,8 @@ class Epoch:
     members: tuple[str, ...]  # candidate pool; empty means all users
     created_ms: int
     refitted: int = 0  # number of the last epoch under which every user had to be fitted again
+    stamp: str = ""  # unlike that of any other publication; empty before one, and in stores from before there were any
+    follows: str = ""  # stamp of the epoch this was derived from; empty when there was none
 
     def encode(self) -> bytes:
         fields = {
@@ -61,6 +68,11 @@ class Epoch:
             raise CorruptRecord(f"not an epoch: {error!r}") from error
 
 
+def new_stamp() -> str:
+    """A stamp for one publication."""
+    return secrets.token_hex(8)
+
+
 @final
 class EpochStore:
     """The epochs of one namespace, and the lease of the one who makes them."""
@@ -75,22 +87,37 @@ class EpochStore:
 
     async def current(self) -> Epoch | None:
         """The newest epoch."""
-        blob = await command(self._redis, "HGET", self._keys.epoch, "blob")
-        return None if blob is None else Epoch.decode(as_bytes(blob))
+        blob, stamp, follows = await command(self._redis, "HMGET", self._keys.epoch, "blob", "stamp", "follows")
+        if blob is None:
+            return None
+        return replace(Epoch.decode(as_bytes(blob)), stamp=as_text(stamp or b""), follows=as_text(follows or b""))
 
     async def current_number(self) -> int | None:
         """The number of the newest epoch, without its tensors."""
         number = await command(self._redis, "HGET", self._keys.epoch, "number")
         return None if number is None else as_int(number)
 
+    async def current_identity(self) -> tuple[int, str] | None:
+        """(number, stamp) of the newest epoch, without its tensors; no other has them, even in a store set back."""
+        number, stamp = await command(self._redis, "HMGET", self._keys.epoch, "number", "stamp")
+        return None if number is None else (as_int(number), as_text(stamp or b""))
+
     async def publish(self, epoch: Epoch, *, lease_token: str) -> bool:
-        """Make this the current epoch; False when it does not follow the stored one.
+        """Make this the current epoch; False when the stored one is not what it was derived from.
 
         False as well when the lease is lost, and while a restore is unfinished.
         """
         reply = await self._publish.call(
             [self._keys.record, self._keys.lease, self._keys.epoch, self._keys.epoch_log, self._keys.restoring],
-            [self._store_epoch, lease_token, epoch.number, epoch.encode(), EPOCH_LOG_CAP],
+            [
+                self._store_epoch,
+                lease_token,
+                epoch.number,
+                epoch.encode(),
+                EPOCH_LOG_CAP,
+                new_stamp(),
+                epoch.follows,
+            ],
         )
         if reply == b"reset":
             raise StoreReset(f"the record of namespace {self._keys.namespace} vanished or is of another store")

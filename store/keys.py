@@ -6,7 +6,8 @@ last and may hold anything, braces too: only the first tag of a key counts.
 
     key of the meta slot   type    meaning                                                     expiry
     namespace              string  NamespaceRecord as JSON                                     none
-    epoch                  hash    number, blob: the current Epoch                             none
+    epoch                  hash    number, blob, stamp, follows: the current Epoch; the stamp
+                                   tells it from one of its number that the store lost         none
     epoch_log              stream  n: number of each published epoch                           capped
     lease                  string  token of the one meta-trainer, or of a snapshot or restore  PX of the lease
     workers                zset    token of each worker that is there → when it counts no more  by the next look

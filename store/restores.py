@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from store.connection import Argument, Store, as_int, as_text, pipeline
-from store.epochs import EPOCH_LOG_CAP, Epoch
+from store.epochs import EPOCH_LOG_CAP, Epoch, new_stamp
 from store.errors import CorruptRecord, SnapshotError, StoreReset
 from store.keys import NamespaceKeys
 from store.scripts import load_script
@@ -94,7 +94,15 @@ class RestoreStore:
         keys = self._keys
         status = await self._finish.call(
             [keys.record, keys.lease, keys.epoch, keys.epoch_log, keys.restoring],
-            [self._store_epoch, lease_token, restoring.generation, epoch.number, epoch.encode(), EPOCH_LOG_CAP],
+            [
+                self._store_epoch,
+                lease_token,
+                restoring.generation,
+                epoch.number,
+                epoch.encode(),
+                EPOCH_LOG_CAP,
+                new_stamp(),
+            ],
         )
         self._check(status)
 

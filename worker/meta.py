@@ -63,6 +63,7 @@ class MetaTrainer:
         self._teachers = Teachers(users)
         self._applied: dict[int, int] = {}
         self._swept = 0
+        self._breaks = model.breaks
         self._woken = asyncio.Event()
 
     def count(self, partition: int, applied: int) -> None:
@@ -98,6 +99,11 @@ class MetaTrainer:
             return
         await self._model.refresh_epoch()
         current = self._model.epoch
+        if self._breaks != self._model.breaks:
+            # The store may have been set back: what was swept and read may be of epochs and events that it lost.
+            self._breaks = self._model.breaks
+            self._swept = 0
+            self._teachers.forget()
         self._applied = await self._users.applied()
         total = sum(self._applied.values())
         due = not self._model.epoch_published or await self._due(trainer, current, total)
@@ -155,7 +161,9 @@ class MetaTrainer:
         reach("meta-derived")
         if refit and not await self._refit(trainer, derived, user_ids, published=False):
             return
-        epoch = Epoch(number, total, _arrays(derived), derived.members, _now_ms(), derived.refitted)
+        epoch = Epoch(
+            number, total, _arrays(derived), derived.members, _now_ms(), derived.refitted, follows=current.stamp
+        )
         if await self._publish(epoch) and refit:
             await self._sweep(trainer, derived)
 

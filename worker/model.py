@@ -31,6 +31,7 @@ class SharedEpoch:
     members: tuple[str, ...]
     tensors: State
     refitted: int = 0
+    stamp: str = ""
 
 
 @final
@@ -44,7 +45,8 @@ class NamespaceModel:
         self._record = record
         self._trainer: Trainer | None = None
         self._epoch: SharedEpoch | None = None
-        self._adopted: int | None = None
+        self._adopted: tuple[int, str] | None = None
+        self._breaks = 0
         self._refreshing = asyncio.Lock()
         self._adopt(record, None)
 
@@ -57,6 +59,11 @@ class NamespaceModel:
     def epoch_published(self) -> bool:
         """Whether the epoch comes from the store, not from the settings."""
         return self._adopted is not None
+
+    @property
+    def breaks(self) -> int:
+        """How often an epoch was adopted that is not known to follow the one before: the store may have lost that."""
+        return self._breaks
 
     @property
     def epoch(self) -> SharedEpoch:
@@ -80,19 +87,18 @@ class NamespaceModel:
         return record
 
     async def refresh_epoch(self) -> None:
-        """Take over the newest published epoch."""
-        if self._trainer is None or await self._epochs.current_number() in (None, self._adopted):
+        """Take over the newest published epoch; the one of the settings when the store has lost all."""
+        if self._trainer is None or await self._epochs.current_identity() == self._adopted:
             return
         async with self._refreshing:  # two answers may arrive in either order
             published = await self._epochs.current()
-            if published is not None and published.number != self._adopted:
-                self._epoch = self.on_device(published)
-                self._adopted = published.number
+            if _identity(published) != self._adopted:
+                self._adopt_epoch(self._trainer, published)
 
     def on_device(self, epoch: Epoch) -> SharedEpoch:
         """A published epoch as tensors."""
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in epoch.tensors.items()}
-        return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors, epoch.refitted)
+        return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors, epoch.refitted, epoch.stamp)
 
     def _adopt(self, record: NamespaceRecord, published: Epoch | None) -> None:
         self._record = record
@@ -102,13 +108,23 @@ class NamespaceModel:
         settings = stored_settings(record.learner)
         learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
         self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight)
+        self._adopt_epoch(self._trainer, published)
+
+    def _adopt_epoch(self, trainer: Trainer, published: Epoch | None) -> None:
+        before, found = self._adopted, _identity(published)
         if published is None:
-            initial = {name: tensor.to(self._device) for name, tensor in learner.initial_shared().items()}
+            initial = {name: tensor.to(self._device) for name, tensor in trainer.learner.initial_shared().items()}
             self._epoch = SharedEpoch(0, 0, (), initial)
-            self._adopted = None
         else:
             self._epoch = self.on_device(published)
-            self._adopted = published.number
+        self._adopted = found
+        followed = published is not None and before == (published.number - 1, published.follows)
+        if before not in (None, found) and not followed:
+            self._breaks += 1
+
+
+def _identity(epoch: Epoch | None) -> tuple[int, str] | None:
+    return None if epoch is None else (epoch.number, epoch.stamp)
 
 
 async def wait_for_namespace(namespaces: Namespaces, name: str, stopping: asyncio.Event) -> NamespaceRecord | None:

@@ -19,6 +19,10 @@ class Teachers:
         self._users = users
         self._held: dict[str, tuple[tuple[int, int], list[Sample]]] = {}
 
+    def forget(self) -> None:
+        """Read everyone again: in a store that was set back, a version may have come about by other events."""
+        self._held = {}
+
     async def pupils(self, standings: Mapping[str, tuple[int, int]], inputs: int) -> list[Pupil]:
         """Whom to learn from, of all users with their (incarnation, version); users without samples are left out."""
         chosen = choose_teachers(list(standings))

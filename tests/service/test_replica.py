@@ -106,7 +106,8 @@ async def publish_epoch(shop: Workshop, number: int, events: int, members: tuple
     tensors = {name: tensor.numpy() for name, tensor in trainer.learner.initial_shared().items()}
     tensors["scale"] = np.full(INPUTS, 1.0 + number, dtype=np.float32)
     assert await shop.epochs.acquire_lease("test", 60_000)
-    assert await shop.epochs.publish(Epoch(number, events, tensors, members, 0, refitted=number), lease_token="test")
+    epoch = Epoch(number, events, tensors, members, 0, refitted=number, follows=await shop.stamp())
+    assert await shop.epochs.publish(epoch, lease_token="test")
 
 
 async def move_to_epoch(shop: Workshop, user: str, number: int) -> None:

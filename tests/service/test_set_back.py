@@ -163,7 +163,8 @@ async def test_an_epoch_that_the_store_has_lost(shop: Workshop, valkey: OwnValke
     tensors = {name: tensor.numpy() for name, tensor in watched.model.learner.initial_shared().items()}
     tensors["scale"] = np.full_like(tensors["scale"], 9.0)
     assert await shop.epochs.acquire_lease("test", 60_000)
-    assert await shop.epochs.publish(Epoch(2, 30, tensors, (), 7), lease_token="test")
+    another = Epoch(2, 30, tensors, (), 7, follows=await shop.stamp())
+    assert await shop.epochs.publish(another, lease_token="test")
     await soon(lambda: serves_epoch(2, 9.0))
 
 
@@ -183,7 +184,8 @@ async def test_another_epoch_of_the_same_number_while_away(
     tensors = {name: tensor.numpy() for name, tensor in watched.model.learner.initial_shared().items()}
     tensors["scale"] = np.full_like(tensors["scale"], 9.0)
     assert await shop.epochs.acquire_lease("test", 60_000)
-    assert await shop.epochs.publish(Epoch(1, 16, tensors, (), 7), lease_token="test")
+    another = Epoch(1, 16, tensors, (), 7, follows=await shop.stamp())
+    assert await shop.epochs.publish(another, lease_token="test")
     await soon(lambda: serves_scale(9.0))
     assert watched.model.epoch_number == 1
 

@@ -136,6 +136,8 @@ async def test_restore(shop: Workshop, tmp_path: Path) -> None:
     await meta._tick()
     moved = await stored(shop)
     total = sum((await shop.users.applied()).values())
+    before_restore = await shop.epochs.current()
+    assert before_restore is not None
 
     done = await put_back(shop.redis, tmp_path, manifest)
     after = await stored(shop)
@@ -146,6 +148,9 @@ async def test_restore(shop: Workshop, tmp_path: Path) -> None:
     assert current.number > epoch.number
     assert current.refitted == current.number
     assert {record.epoch for record in after.values()} == {current.number}
+    # Published like any other, but derived from none that a worker knows.
+    assert current.stamp not in ("", epoch.stamp, before_restore.stamp)
+    assert current.follows == ""
     assert all(np.array_equal(current.tensors[name], tensor) for name, tensor in epoch.tensors.items())
     # Whatever was computed for the user before is void.
     assert all(record.incarnation > moved[user].incarnation for user, record in after.items())
@@ -385,7 +390,8 @@ async def test_no_epoch_is_published_while_a_restore_is_unfinished(shop: Worksho
     # Not even by one who has the lease.
     epoch = await shop.epochs.current()
     assert epoch is not None
-    assert not await shop.epochs.publish(replace(epoch, number=epoch.number + 1), lease_token="gone")
+    following = replace(epoch, number=epoch.number + 1, follows=epoch.stamp)
+    assert not await shop.epochs.publish(following, lease_token="gone")
     await shop.epochs.release_lease("gone")
     unfinished = await restores.unfinished()
     assert unfinished is not None

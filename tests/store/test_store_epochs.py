@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,12 +24,18 @@ def make_epoch(number: int) -> Epoch:
     return Epoch(number, 10 * number, {"mu": np.arange(3) * 0.5, "n": np.array(2)}, ("ann", "bø"), 123)
 
 
+async def following(epochs: EpochStore, number: int) -> Epoch:
+    """An epoch derived from the stored one, whatever number it gives itself."""
+    current = await epochs.current()
+    return replace(make_epoch(number), follows="" if current is None else current.stamp)
+
+
 async def test_publish_and_read(epochs: EpochStore):
     assert await epochs.current() is None
     assert await epochs.log_head() == "0-0"
     assert await epochs.acquire_lease("me", 60_000)
     assert await epochs.publish(make_epoch(0), lease_token="me")
-    assert await epochs.publish(make_epoch(1), lease_token="me")
+    assert await epochs.publish(await following(epochs, 1), lease_token="me")
     current = await epochs.current()
     assert current is not None
     assert (current.number, current.events, current.members, current.created_ms) == (1, 10, ("ann", "bø"), 123)
@@ -44,10 +51,50 @@ async def test_publish_compares_the_number(epochs: EpochStore, picture, number):
     await epochs.acquire_lease("me", 60_000)
     assert not await epochs.publish(make_epoch(1), lease_token="me")
     for n in (0, 1):
-        assert await epochs.publish(make_epoch(n), lease_token="me")
+        assert await epochs.publish(await following(epochs, n), lease_token="me")
     before = await picture()
-    assert not await epochs.publish(make_epoch(number), lease_token="me")
+    assert not await epochs.publish(await following(epochs, number), lease_token="me")
     assert await picture() == before
+
+
+async def test_publish_compares_the_stamp(redis: Redis, record, epochs: EpochStore, picture):
+    """An epoch derived from one that the store lost has the number that is next, all the same."""
+    await epochs.acquire_lease("me", 60_000)
+    assert await epochs.publish(make_epoch(0), lease_token="me")
+    lost = await following(epochs, 1)
+    await redis.delete(record.keys.epoch)
+    assert not await epochs.publish(lost, lease_token="me")
+    assert await epochs.publish(make_epoch(0), lease_token="me")
+    before = await picture()
+    assert not await epochs.publish(lost, lease_token="me")
+    assert not await epochs.publish(make_epoch(1), lease_token="me")
+    assert await picture() == before
+    assert await epochs.publish(await following(epochs, 1), lease_token="me")
+
+
+async def test_every_publication_has_a_stamp(epochs: EpochStore):
+    await epochs.acquire_lease("me", 60_000)
+    assert await epochs.current_identity() is None
+    stamps = [""]
+    for number in range(3):
+        assert await epochs.publish(await following(epochs, number), lease_token="me")
+        current = await epochs.current()
+        assert current is not None
+        assert current.follows == stamps[-1]
+        assert await epochs.current_identity() == (number, current.stamp)
+        stamps.append(current.stamp)
+    assert len(set(stamps)) == 4
+
+
+async def test_an_epoch_from_before_there_were_stamps(redis: Redis, record, epochs: EpochStore):
+    await redis.hset(record.keys.epoch, mapping={"number": 4, "blob": make_epoch(4).encode()})
+    current = await epochs.current()
+    assert current is not None
+    assert (current.number, current.stamp, current.follows) == (4, "", "")
+    assert await epochs.current_identity() == (4, "")
+    await epochs.acquire_lease("me", 60_000)
+    assert await epochs.publish(await following(epochs, 5), lease_token="me")
+    assert await epochs.current_identity() != (5, "")
 
 
 async def test_racing_publishers(epochs: EpochStore):

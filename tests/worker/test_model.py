@@ -24,7 +24,8 @@ async def publish(shop: Workshop, number: int) -> None:
     tensors = {name: tensor.numpy() for name, tensor in trainer.learner.initial_shared().items()}
     tensors["mean"] = np.full(INPUTS, number, dtype=np.float32)
     assert await shop.epochs.acquire_lease("m", 60_000)
-    assert await shop.epochs.publish(Epoch(number, number, tensors, (), 0), lease_token="m")
+    epoch = Epoch(number, number, tensors, (), 0, follows=await shop.stamp())
+    assert await shop.epochs.publish(epoch, lease_token="m")
 
 
 async def test_before_any_epoch_the_settings_are_the_epoch(shop: Workshop) -> None:

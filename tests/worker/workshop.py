@@ -183,6 +183,11 @@ class Workshop:
             found |= {user: version for user, (_, version) in (await self.users.versions(partition)).items()}
         return found
 
+    async def stamp(self) -> str:
+        """What an epoch has to follow to be published now."""
+        current = await self.epochs.current()
+        return "" if current is None else current.stamp
+
     async def pending(self) -> int:
         """Deliveries that no one has finished."""
         return sum([await self.streams.pending(partition) for partition in range(self.record.partitions)])
