@@ -8,7 +8,7 @@ its consumer stalls. Streams are never trimmed, which would drop unread events: 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final
 
@@ -63,8 +63,6 @@ class Delivery:
     partition: int
     entry_id: str
     event: RewardEvent | None
-    raw: Mapping[bytes, bytes]
-    deliveries: int
 
 
 @final
@@ -151,9 +149,7 @@ class EventStream:
             except StoreError as error:
                 await self._heal_group(partition, error)
             else:
-                return [
-                    _delivery(partition, entry_id, fields, deliveries=1) for entry_id, fields in stream_entries(reply)
-                ]
+                return [_delivery(partition, entry_id, fields) for entry_id, fields in stream_entries(reply)]
         return []  # the group was destroyed again meanwhile; it is there now, for the next read
 
     async def claim_stalled(self, partition: int, consumer: str, *, min_idle_ms: int, count: int) -> list[Delivery]:
@@ -173,20 +169,7 @@ class EventStream:
             claimed += parse_entries(reply[1])
             if cursor == "0-0":
                 break
-        ids = [entry_id for entry_id, _ in claimed]
-        counts = await self._delivery_counts(key, consumer, ids)
-        return [
-            _delivery(partition, entry_id, fields, deliveries=deliveries)
-            for (entry_id, fields), deliveries in zip(claimed, counts, strict=True)
-        ]
-
-    async def _delivery_counts(self, key: str, consumer: str, entry_ids: Sequence[str]) -> list[int]:
-        replies = await pipeline(
-            self._redis,
-            [("XPENDING", key, LEARNERS, entry_id, entry_id, 1, consumer) for entry_id in entry_ids],
-        )
-        # one that has left us again since was still delivered at least twice
-        return [as_int(reply[0][3]) if reply else 2 for reply in replies]
+        return [_delivery(partition, entry_id, fields) for entry_id, fields in claimed]
 
     async def _heal_group(self, partition: int, error: StoreError) -> None:
         """Make the group anew if that is what `error` complains of; raise it otherwise."""
@@ -310,10 +293,10 @@ async def create_groups(redis: Store, keys: NamespaceKeys, partitions: Iterable[
                 raise reply
 
 
-def _delivery(partition: int, entry_id: str, fields: dict[bytes, bytes], *, deliveries: int) -> Delivery:
+def _delivery(partition: int, entry_id: str, fields: dict[bytes, bytes]) -> Delivery:
     event: RewardEvent | None
     try:
         event = RewardEvent.decode(fields)
     except CorruptRecord:
         event = None
-    return Delivery(partition, entry_id, event, fields, deliveries)
+    return Delivery(partition, entry_id, event)

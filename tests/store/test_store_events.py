@@ -127,7 +127,6 @@ async def test_read_delivers_each_entry_once(stream: EventStream, make_event, ne
     second = await stream.read(0, "two", count=9, block_ms=0)
     assert [d.entry_id for d in first + second] == [answer.entry_id for answer in answers]
     assert [d.event.user_id for d in first + second if d.event] == neighbours
-    assert {d.deliveries for d in first + second} == {1}
     assert await stream.read(0, "one", count=9, block_ms=5) == []
     assert await stream.pending(0) == len(neighbours)
     assert await stream.backlog() == len(neighbours)
@@ -144,7 +143,6 @@ async def test_poison_is_delivered_without_event(redis: Redis, stream: EventStre
     await redis.xadd(keys.events(0), {b"\xff": b"\x00"})
     [delivery] = await stream.read(0, "one", count=9, block_ms=0)
     assert delivery.event is None
-    assert delivery.raw == {b"\xff": b"\x00"}
 
 
 async def test_stalled_entries_are_claimed(stream: EventStream, make_event, neighbours):
@@ -153,9 +151,8 @@ async def test_stalled_entries_are_claimed(stream: EventStream, make_event, neig
     assert await stream.claim_stalled(0, "alive", min_idle_ms=60_000, count=9) == []
     first = await stream.claim_stalled(0, "alive", min_idle_ms=0, count=2)
     assert [d.entry_id for d in first] == [d.entry_id for d in lost[:2]]
-    assert {d.deliveries for d in first} == {2}
     again = await stream.claim_stalled(0, "third", min_idle_ms=0, count=9)
-    assert [d.deliveries for d in again] == [3, 3, 2, 2, 2]
+    assert [d.entry_id for d in again] == [d.entry_id for d in lost]
     assert [d.event.user_id for d in again if d.event] == neighbours
 
 
