@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self, final
 from uuid import uuid4
@@ -36,6 +37,7 @@ from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
 from service.snapshots import SnapshotDesk
+from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
@@ -74,7 +76,9 @@ class Engine:
         self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
         # One of its own, so that a probe never waits for those whom the store keeps waiting.
         self._probing = connect(redis_url, max_connections=1)
-        self._breaker = StoreBreaker(self._probe)
+        # A cluster whose one server is away goes on with the others.
+        self._clustered = is_cluster_url(redis_url)
+        self._breaker = StoreBreaker(self._probe, trust_calls=not self._clustered)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
@@ -259,6 +263,9 @@ class Engine:
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""
         await self._breaker.check()
+        restore = None
+        with suppress(StoreUnavailable, StoreReset):  # told of below
+            restore = await self._breaker.call(self.snapshots.check)
         # What is in memory answers requests without the store, if it may.
         vital = self._serving is None or self._settings.store_outage == "refuse"
         away = self._breaker.away
@@ -266,7 +273,7 @@ class Engine:
             checks = {"store": CheckResult(True, "answers")}
         else:
             checks = {"store": CheckResult(False, str(away), vital=vital or isinstance(away, StoreReset))}
-        if away is None and (restore := await self._breaker.call(self.snapshots.check)):
+        if restore is not None:
             checks["restore"] = restore
         if self._serving is not None:
             healthy = self._serving.replica.healthy
@@ -290,14 +297,19 @@ class Engine:
         return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
     async def _probe(self) -> None:
-        """Whether the store is still ours; after an outage, whether it takes decisions too."""
+        """Whether the store is still ours; after an outage, whether it takes decisions too.
+
+        Of a cluster only the server is asked that has the namespace's record: decisions lie on all of them.
+        """
         record = await Namespaces(self._probing).load(self._record.name)
         if record is None or record.store_epoch != self._record.store_epoch:
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
         if self._breaker.away is not None:
-            await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
+            if not self._clustered:
+                await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
             # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
             await drop_idle(self._redis)
+            await drop_idle(self._confirming)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""
