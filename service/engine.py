@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, Self, TypeVar, final
 from uuid import uuid4
 
 import numpy as np
@@ -51,6 +52,7 @@ from store.users import UserStore
 REQUEST_CONNECTIONS: Final = 128
 
 log = structlog.get_logger()
+Result = TypeVar("Result")
 
 
 @final
@@ -239,24 +241,29 @@ class Engine:
             raise RuntimeError("the engine has not started")
         return self._desk
 
-    @property
-    def events(self) -> EventStream:
-        """The rewards on their way, and those that were given up on."""
-        return self._events
+    def require_store(self) -> None:
+        """StoreUnavailable while the store is away; one that was emptied can be asked, since it can be restored."""
+        if isinstance(self._breaker.away, StoreUnavailable):
+            raise StoreUnavailable(str(self._breaker.away))
+
+    async def ask_events(self, work: Callable[[EventStream], Awaitable[Result]]) -> Result:
+        """Have something done about the rewards on their way, or about those that were given up on."""
+        return await self._breaker.call(lambda: work(self._events))
 
     async def describe_user(self, user_id: str) -> UserDescription | None:
         """What is stored of a user; None for one never seen."""
-        summary = await self._users.summary(user_id)
+        summary = await self._breaker.call(lambda: self._users.summary(user_id))
         resident = self._serving is not None and user_id in self._serving.replica
         return None if summary is None else UserDescription(summary, resident)
 
     async def forget_user(self, user_id: str) -> int:
         """Forget a user, dead letters included; the incarnation that begins."""
-        incarnation = await self._users.forget(user_id)
+        incarnation = await self._breaker.call(lambda: self._users.forget(user_id))
         if self._serving is not None:
+            replica = self._serving.replica
             # The log would tell it in a moment; nobody who was answered finds the old state here.
-            await self._serving.replica.refresh(user_id)
-        letters = await self._events.discard_of(user_id)
+            await self._breaker.call(lambda: replica.refresh(user_id))
+        letters = await self.ask_events(lambda events: events.discard_of(user_id))
         log.info("user forgotten", user=user_id, incarnation=incarnation, dead_letters=letters)
         return incarnation
 
