@@ -182,12 +182,12 @@ class DeadLetters:
                         counts[answer.status] += 1
                 left = None if left is None else left - len(rows)
                 if left == 0:
-                    return ReplayedLetters(**counts, cursor=f"{rows[-1][0]}-{partition}")
+                    return ReplayedLetters(counts["replayed"], counts["refused"], f"{rows[-1][0]}-{partition}")
                 if len(rows) < count:
                     break
                 start = f"({rows[-1][0]}"
             start = "-"
-        return ReplayedLetters(**counts)
+        return ReplayedLetters(counts["replayed"], counts["refused"])
 
     async def discard(self, partition: int, letter_id: str) -> bool:
         """Delete a letter; whether it was there."""
