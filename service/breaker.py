@@ -10,6 +10,9 @@ A call that takes longer than DOUBT_S is not to blame on the store yet: the even
 It has the store probed, and when that fails all calls under way are given up. So a store that hangs is away after the
 doubt and a probe, and one that answers is not away because many ask it at once.
 
+A cluster is not away because one of its servers is: there a failed call has the store probed, and only a failed probe
+counts.
+
 A call that is given up may have happened all the same: its reply is lost, not its effect.
 """
 
@@ -102,9 +105,13 @@ class TimeLimit:
 class StoreBreaker:
     """Stands between requests and the store."""
 
-    def __init__(self, probe: Callable[[], Awaitable[None]]) -> None:
-        """`probe` returns when the store can do all that calls need, and raises a StoreError otherwise."""
+    def __init__(self, probe: Callable[[], Awaitable[None]], *, trust_calls: bool = True) -> None:
+        """`probe` returns when the store can do all that calls need, and raises a StoreError otherwise.
+
+        Without `trust_calls` a call that failed says nothing about others.
+        """
         self._probe = probe
+        self._trust_calls = trust_calls
         self._away: StoreUnavailable | StoreReset | None = None
         self._trips = 0
         self._under_way: set[TimeLimit] = set()
@@ -136,7 +143,8 @@ class StoreBreaker:
         """Have something done by the store.
 
         Raises StoreUnavailable or StoreReset at once while it is away. When the store fails, or the budget runs out,
-        it counts as away from then on. Without a budget a call waits for as long as probes are answered.
+        it counts as away from then on, or is looked at where calls are not trusted. Without a budget a call waits for
+        as long as probes are answered.
         """
         if self._away is not None:
             raise type(self._away)(str(self._away))
@@ -203,7 +211,9 @@ class StoreBreaker:
 
     def _blame(self, failure: StoreUnavailable, trips: int) -> None:
         """A call failed that was begun after so many trips; what was begun before the latest is old news."""
-        if trips == self._trips:
+        if not self._trust_calls:
+            self._look_soon()
+        elif trips == self._trips:
             self._trip(failure)
 
     def _lose(self, failure: StoreUnavailable | StoreReset) -> None:

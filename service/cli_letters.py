@@ -61,8 +61,8 @@ def replay(
 ) -> None:
     """Have a letter learned again, or all of them; each counts once, however often this is called."""
     if everything and partition is None:
-        counts = _with_stream(lambda stream: stream.replay_everything())
-        stdout.print(f"replayed {counts['replayed']}, refused {counts['refused']}")
+        done = _with_stream(lambda stream: stream.replay_everything())
+        stdout.print(f"replayed {done.replayed}, refused {done.refused}")
     elif not everything and partition is not None and letter_id is not None:
         answer = _with_stream(lambda stream: stream.replay(partition, letter_id))
         if answer.status != "replayed":

@@ -55,10 +55,12 @@ def create(
     name: Annotated[str, typer.Option(help="A name to find it by, such as before-release.")] = "",
 ) -> None:
     """Take a snapshot of everything learned. Requests and learning go on meanwhile."""
-    from store.snapshot_names import NAME_PATTERN
+    from store.snapshot_names import NAME_PATTERN, is_free_name
 
     if name and not NAME_PATTERN.fullmatch(name):
         raise typer.BadParameter("letters, digits, dot, dash and underscore, up to 64", param_hint="--name")
+    if not is_free_name(name):
+        raise typer.BadParameter("neither `latest` nor the form of an id, which stand for others", param_hint="--name")
     with _told_errors() as settings:
         from store.errors import SnapshotError
         from store.namespaces import Namespaces

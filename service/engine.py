@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Self, final
+from typing import Final, Self, TypeVar, final
 from uuid import uuid4
 
 import numpy as np
@@ -36,6 +38,7 @@ from service.scorer import Scorer
 from service.served import ScoreRequest, ServedModel
 from service.settings import Settings, SettingsError, learner_settings
 from service.snapshots import SnapshotDesk
+from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import EpochStore
@@ -49,6 +52,7 @@ from store.users import UserStore
 REQUEST_CONNECTIONS: Final = 128
 
 log = structlog.get_logger()
+Result = TypeVar("Result")
 
 
 @final
@@ -74,7 +78,9 @@ class Engine:
         self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
         # One of its own, so that a probe never waits for those whom the store keeps waiting.
         self._probing = connect(redis_url, max_connections=1)
-        self._breaker = StoreBreaker(self._probe)
+        # A cluster whose one server is away goes on with the others.
+        self._clustered = is_cluster_url(redis_url)
+        self._breaker = StoreBreaker(self._probe, trust_calls=not self._clustered)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._opening = asyncio.Lock()
@@ -235,30 +241,38 @@ class Engine:
             raise RuntimeError("the engine has not started")
         return self._desk
 
-    @property
-    def events(self) -> EventStream:
-        """The rewards on their way, and those that were given up on."""
-        return self._events
+    def require_store(self) -> None:
+        """StoreUnavailable while the store is away; one that was emptied can be asked, since it can be restored."""
+        if isinstance(self._breaker.away, StoreUnavailable):
+            raise StoreUnavailable(str(self._breaker.away))
+
+    async def ask_events(self, work: Callable[[EventStream], Awaitable[Result]]) -> Result:
+        """Have something done about the rewards on their way, or about those that were given up on."""
+        return await self._breaker.call(lambda: work(self._events))
 
     async def describe_user(self, user_id: str) -> UserDescription | None:
         """What is stored of a user; None for one never seen."""
-        summary = await self._users.summary(user_id)
+        summary = await self._breaker.call(lambda: self._users.summary(user_id))
         resident = self._serving is not None and user_id in self._serving.replica
         return None if summary is None else UserDescription(summary, resident)
 
     async def forget_user(self, user_id: str) -> int:
         """Forget a user, dead letters included; the incarnation that begins."""
-        incarnation = await self._users.forget(user_id)
+        incarnation = await self._breaker.call(lambda: self._users.forget(user_id))
         if self._serving is not None:
+            replica = self._serving.replica
             # The log would tell it in a moment; nobody who was answered finds the old state here.
-            await self._serving.replica.refresh(user_id)
-        letters = await self._events.discard_of(user_id)
+            await self._breaker.call(lambda: replica.refresh(user_id))
+        letters = await self.ask_events(lambda events: events.discard_of(user_id))
         log.info("user forgotten", user=user_id, incarnation=incarnation, dead_letters=letters)
         return incarnation
 
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""
         await self._breaker.check()
+        restore = None
+        with suppress(StoreUnavailable, StoreReset):  # told of below
+            restore = await self._breaker.call(self.snapshots.check)
         # What is in memory answers requests without the store, if it may.
         vital = self._serving is None or self._settings.store_outage == "refuse"
         away = self._breaker.away
@@ -266,7 +280,7 @@ class Engine:
             checks = {"store": CheckResult(True, "answers")}
         else:
             checks = {"store": CheckResult(False, str(away), vital=vital or isinstance(away, StoreReset))}
-        if away is None and (restore := await self._breaker.call(self.snapshots.check)):
+        if restore is not None:
             checks["restore"] = restore
         if self._serving is not None:
             healthy = self._serving.replica.healthy
@@ -290,14 +304,19 @@ class Engine:
         return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
     async def _probe(self) -> None:
-        """Whether the store is still ours; after an outage, whether it takes decisions too."""
+        """Whether the store is still ours; after an outage, whether it takes decisions too.
+
+        Of a cluster only the server is asked that has the namespace's record: decisions lie on all of them.
+        """
         record = await Namespaces(self._probing).load(self._record.name)
         if record is None or record.store_epoch != self._record.store_epoch:
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
         if self._breaker.away is not None:
-            await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
+            if not self._clustered:
+                await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
             # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
             await drop_idle(self._redis)
+            await drop_idle(self._confirming)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""

@@ -296,11 +296,12 @@ class Replica:
         store may have lost what it wrote last, and the same versions may mean other events by now.
         """
         head, cursor = await self._users.log_head(partition), self._cursors[partition]
+        # Told of directly, they may be ahead of our place in the log; those that the store has are begun again below.
+        await self._run(lambda: self._model.doubt_beginnings(lambda user: self._users.partition_of(user) == partition))
         if cursor == BEFORE_ALL or await self._users.logged(partition, cursor):
             await self._resync(partition)
             return
         log.warning("replica lost its place", partition=partition)
-        await self._run(lambda: self._model.doubt_beginnings(lambda user: self._users.partition_of(user) == partition))
         await self._resync(partition, trust_versions=False)
         self._cursors[partition] = head
         for entry in [entry for entry in self._seen if entry[0] == partition]:
@@ -310,7 +311,7 @@ class Replica:
         """Compare versions with the store's, load what differs, be it older, and drop whom it does not have."""
         held = await self._run(lambda: self._held_in(partition))
         versions = await self._users.versions(partition)
-        applied = await self._users.applied()
+        applied = await self._users.applied_in(partition)
         if gone := held - versions.keys():
             # Whoever has come back since is loaded again when asked about.
             await self._run(lambda: self._drop(gone))
@@ -322,7 +323,7 @@ class Replica:
             if stored[1] and not (same and trust_versions) and self._model.wants(user):
                 moved.append(user)
         await self._load(sorted(moved), older_too=True)
-        self._applied[partition] = applied[partition]
+        self._applied[partition] = applied
 
     async def _adopt_current(self) -> None:
         """Serve the newest epoch, with the users that were waiting for it or have to change with it."""

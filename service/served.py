@@ -247,7 +247,9 @@ class ServedModel:
         standing = self._standing.get(user)
         if standing is None:
             began = self._began.get(user, 0)
-            if loaded is not None and loaded.incarnation >= began and self._fits(loaded):
+            # A state of an epoch to come would mean something else under this one.
+            known = loaded is not None and loaded.incarnation >= began and loaded.epoch <= self.epoch_number
+            if loaded is not None and known and self._fits(loaded):
                 return self._briefs_of([self._on_device(loaded)])[0], Standing.of(loaded)
             if self._stranger is None:
                 self._stranger = self._briefs_of([self._newborn])[0]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, final
 
 from service.contracts import CheckResult
-from service.errors import NotFound
+from service.errors import JobRunning, NotFound
 from service.jobs import Job, JobTable, Tell
 from service.settings import Settings
 from service.snapshot_rules import KnownLearners
@@ -30,6 +30,7 @@ class SnapshotDesk:
         self._rules = KnownLearners()
         self._folder = SnapshotFolder(settings.data_dir, self._rules)
         self._restores = RestoreStore(redis, record.keys, record.store_epoch)
+        self._verifying: asyncio.Task[list[Listed]] | None = None
         self.jobs = JobTable()
 
     def create(self, name: str) -> Job:
@@ -57,8 +58,14 @@ class SnapshotDesk:
         return self.jobs.start("snapshot-restore", work)
 
     async def list(self, *, verify: bool) -> list[Listed]:
-        """Every snapshot of this machine, the newest first."""
-        return await asyncio.to_thread(self._folder.list, verify=verify)
+        """Every snapshot of this machine, the newest first; JobRunning while they are being verified for another."""
+        if not verify:
+            return await asyncio.to_thread(self._folder.list)
+        if self._verifying is not None and not self._verifying.done():
+            raise JobRunning("Snapshots are being verified for somebody else; wait for that to end.")
+        self._verifying = asyncio.create_task(asyncio.to_thread(self._folder.list, verify=True))
+        # The thread goes on when whoever asked has left, and counts until it has ended.
+        return await asyncio.shield(self._verifying)
 
     async def check(self) -> CheckResult | None:
         """Whether a restore is under way, or was left unfinished, which somebody has to see to."""

@@ -6,9 +6,10 @@ A letter that is put back leaves the dead letters in the same step, so an event 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Final, Literal, TypeAlias, final
 
 from store.connection import Store, as_int, as_text, command, parse_entries, pipeline
 from store.errors import BacklogFull, CorruptRecord, StoreReset
@@ -18,11 +19,18 @@ from store.scripts import ScriptCall, load_script
 
 #: Letters read in one go where all of them are looked through.
 LETTERS_READ: Final = 256
+#: Letters of each partition read at a time for a page.
+LETTERS_PEEKED: Final = 8
 #: What a refused caller is told to wait: about the time the workers take for a good part of a backlog.
 RETRY_AFTER_S: Final = 2.0
 UINT64_MAX: Final = 2**64 - 1
 LETTER_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
 CURSOR: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})-([0-9]{1,4})")
+
+#: Time, number within the millisecond, partition: no two letters have the same.
+_Place: TypeAlias = tuple[int, int, int]
+#: A letter as it is read.
+_Row: TypeAlias = tuple[_Place, str, dict[bytes, bytes]]
 
 
 @final
@@ -76,6 +84,16 @@ class Replay:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class ReplayedLetters:
+    """How many letters were put back and how many cannot be; a cursor when there may be more to try."""
+
+    replayed: int
+    refused: int
+    cursor: str | None = None
+
+
+@final
 class DeadLetters:
     """The dead letters of one namespace."""
 
@@ -91,26 +109,40 @@ class DeadLetters:
         if limit < 1:
             raise ValueError("a page has at least one letter")
         after = None if cursor is None else _place(cursor)
-        partitions = range(self._keys.partitions)
+        places = dict.fromkeys(range(self._keys.partitions), after)
+        waiting = await self._peek(places, newest_first=newest_first)
+        chosen: list[_Row] = []
+        while waiting and len(chosen) < limit:
+            partition = (max if newest_first else min)(waiting, key=lambda each: waiting[each][0][0])
+            row = waiting[partition].popleft()
+            chosen.append(row)
+            if not waiting[partition]:
+                del waiting[partition]
+                waiting |= await self._peek({partition: row[0]}, newest_first=newest_first)
+        letters = tuple(DeadLetter.decode(place[2], letter_id, fields) for place, letter_id, fields in chosen)
+        return LetterPage(letters, "-".join(map(str, chosen[-1][0])) if waiting else None)
+
+    async def _peek(self, places: Mapping[int, _Place | None], *, newest_first: bool) -> dict[int, deque[_Row]]:
+        """The next letters of partitions after these places; a few of each, since letters hold all their inputs."""
         name = "XREVRANGE" if newest_first else "XRANGE"
         replies = await pipeline(
             self._redis,
             [
-                # One more than asked for, to know whether there are more.
-                (name, self._keys.dead_letters(partition), *_span(partition, after, newest_first), "COUNT", limit + 1)
-                for partition in partitions
+                (
+                    name,
+                    self._keys.dead_letters(partition),
+                    *_span(partition, after, newest_first),
+                    "COUNT",
+                    LETTERS_PEEKED,
+                )
+                for partition, after in places.items()
             ],
         )
-        found = [
-            (_order(letter_id, partition), letter_id, fields)
-            for partition, reply in zip(partitions, replies, strict=True)
-            for letter_id, fields in parse_entries(reply)
-        ]
-        found.sort(key=lambda row: row[0], reverse=newest_first)
-        shown = found[:limit]
-        letters = tuple(DeadLetter.decode(place[2], letter_id, fields) for place, letter_id, fields in shown)
-        more = len(found) > limit
-        return LetterPage(letters, "-".join(map(str, shown[-1][0])) if more else None)
+        return {
+            partition: deque((_order(row[0], partition), *row) for row in parse_entries(reply))
+            for partition, reply in zip(places, replies, strict=True)
+            if reply
+        }
 
     async def replay(self, partition: int, letter_id: str) -> Replay:
         """Put one letter back into the stream of events, its attempts forgotten.
@@ -126,27 +158,36 @@ class DeadLetters:
         ]
         return answer
 
-    async def replay_everything(self) -> dict[str, int]:
-        """Put back all letters that there are now; how many were replayed, and how many refused.
+    async def replay_everything(self, *, most: int | None = None, cursor: str | None = None) -> ReplayedLetters:
+        """Put back all letters that there are now, or try so many of them, after those that an earlier call tried.
 
         A letter that comes back meanwhile is not tried again. BacklogFull when there is no room for more: what was
-        put back until then is, and the next call goes on.
+        put back until then is, and the next call goes on. ValueError for a cursor that is none of ours.
         """
+        first, start, left = 0, "-", most
+        if cursor is not None:
+            milliseconds, sequence, first = _place(cursor)
+            start = f"({milliseconds}-{sequence}"
         counts = {"replayed": 0, "refused": 0}
-        for partition in range(self._keys.partitions):
+        for partition in range(first, self._keys.partitions):
             key = self._keys.dead_letters(partition)
             newest = parse_entries(await command(self._redis, "XREVRANGE", key, "+", "-", "COUNT", 1))
-            start, end = "-", newest[0][0] if newest else None
+            end = newest[0][0] if newest else None
             while end is not None:
-                rows = parse_entries(await command(self._redis, "XRANGE", key, start, end, "COUNT", LETTERS_READ))
+                count = LETTERS_READ if left is None else min(LETTERS_READ, left)
+                rows = parse_entries(await command(self._redis, "XRANGE", key, start, end, "COUNT", count))
                 letters = [DeadLetter.decode(partition, *row) for row in rows]
                 for answer in await self._replay_all(partition, letters):
                     if answer.status in counts:
                         counts[answer.status] += 1
-                if len(rows) < LETTERS_READ:
+                left = None if left is None else left - len(rows)
+                if left == 0:
+                    return ReplayedLetters(counts["replayed"], counts["refused"], f"{rows[-1][0]}-{partition}")
+                if len(rows) < count:
                     break
                 start = f"({rows[-1][0]}"
-        return counts
+            start = "-"
+        return ReplayedLetters(counts["replayed"], counts["refused"])
 
     async def discard(self, partition: int, letter_id: str) -> bool:
         """Delete a letter; whether it was there."""
@@ -236,21 +277,22 @@ class DeadLetters:
         )
 
 
-def _order(letter_id: str, partition: int) -> tuple[int, int, int]:
-    """Time, number within the millisecond, partition: no two letters have the same."""
+def _order(letter_id: str, partition: int) -> _Place:
     milliseconds, _, sequence = letter_id.partition("-")
     return int(milliseconds), int(sequence), partition
 
 
-def _place(cursor: str) -> tuple[int, int, int]:
+def _place(cursor: str) -> _Place:
     parts = CURSOR.fullmatch(cursor)
     if parts is None or any(int(part) > UINT64_MAX for part in parts.groups()):
         raise ValueError("not a cursor of the dead letters")
     milliseconds, sequence, partition = map(int, parts.groups())
+    if (milliseconds, sequence) in {(0, 0), (UINT64_MAX, UINT64_MAX)}:
+        raise ValueError("not a cursor of the dead letters: no letter comes before or after it")
     return milliseconds, sequence, partition
 
 
-def _span(partition: int, after: tuple[int, int, int] | None, newest_first: bool) -> tuple[str, str]:
+def _span(partition: int, after: _Place | None, newest_first: bool) -> tuple[str, str]:
     """The ids of a partition that come after a place in the order."""
     ends = ("+", "-") if newest_first else ("-", "+")
     if after is None:

@@ -27,7 +27,7 @@ from store.connection import (
     refusal_code,
     stream_entries,
 )
-from store.dead_letters import RETRY_AFTER_S, DeadLetters, LetterPage, Replay
+from store.dead_letters import RETRY_AFTER_S, DeadLetters, LetterPage, Replay, ReplayedLetters
 from store.errors import BacklogFull, CorruptRecord, FenceLost, StoreError, StoreReset, translate_errors
 from store.keys import LEARNERS, NamespaceKeys
 from store.rewards import RewardEvent
@@ -268,9 +268,9 @@ class EventStream:
         """Put a dead letter back as a fresh event, which still counts once."""
         return await self._letters.replay(partition, letter_id)
 
-    async def replay_everything(self) -> dict[str, int]:
-        """Put back all dead letters there are now; how many were replayed, and how many refused."""
-        return await self._letters.replay_everything()
+    async def replay_everything(self, *, most: int | None = None, cursor: str | None = None) -> ReplayedLetters:
+        """Put back all dead letters there are now, or the next so many of them."""
+        return await self._letters.replay_everything(most=most, cursor=cursor)
 
     async def discard(self, partition: int, letter_id: str) -> bool:
         """Delete a dead letter; whether it was there."""

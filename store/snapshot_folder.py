@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 from store.errors import SnapshotError
 from store.snapshot_file import SnapshotReader
 from store.snapshot_manifest import Manifest
-from store.snapshot_names import ID_PATTERN
+from store.snapshot_names import ID_PATTERN, LATEST
 from store.snapshot_records import LearnerRules, rules_for
-
-LATEST: Final = "latest"
 
 
 @final

@@ -19,8 +19,8 @@ from store.errors import CorruptRecord
 class UserState:
     """The learner of one user: tensors under the epoch they were computed with.
 
-    A user who was forgotten has an incarnation and no tensors: a new user, for whom only what is decided from then on
-    counts.
+    A user who was forgotten, or dropped by a restore, has an incarnation and no tensors: a new user, for whom only what
+    is decided from then on counts.
     """
 
     user_id: str
@@ -92,7 +92,8 @@ class UserUpdate:
 class UpdateEntry:
     """One line of the update log: a user moved.
 
-    No entry ids when only the epoch under the state changed, or when the user was forgotten: then the version is 0.
+    No entry ids when only the epoch under the state changed, when a restore put the user back, or when the user was
+    forgotten or dropped by a restore: then the version is 0.
     """
 
     cursor: str
@@ -122,6 +123,6 @@ class UserSummary:
 
     incarnation: int
     version: int
-    epoch: int | None  # fitted under; None for a user who was forgotten
+    epoch: int | None  # fitted under; None for a tombstone
     samples: int
     forgotten: bool

@@ -1,4 +1,4 @@
-"""Users' learners: state, samples and versions, changed only through `apply`, `rebase` and `forget`.
+"""Users' learners: state, samples and versions, changed only through `apply`, `rebase` and `forget`, and by a restore.
 
 A user's version is the number of events applied in this incarnation; restoring or forgetting a user raises
 the incarnation, and nothing ever lowers it. Both, with the store epoch, are the fence that makes every event count
@@ -247,6 +247,10 @@ class UserStore:
             self._redis, [("HGET", self._keys.counters(partition), "applied") for partition in partitions]
         )
         return {partition: as_int(reply, absent=0) for partition, reply in zip(partitions, replies, strict=True)}
+
+    async def applied_in(self, partition: int) -> int:
+        """Events ever applied in one partition."""
+        return as_int(await command(self._redis, "HGET", self._keys.counters(partition), "applied"), absent=0)
 
     async def count(self) -> int:
         """Users of all partitions."""

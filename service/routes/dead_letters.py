@@ -9,13 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.auth import require_admin
 from service.edge import edge_of
-from service.errors import Forbidden, InvalidInput, NotFound, NotReplayable, Overloaded, Unauthorized
+from service.errors import Forbidden, InvalidInput, NotFound, NotReplayable, Overloaded, Unauthorized, Unavailable
 from service.openapi import problem_responses
 from store.dead_letters import DeadLetter
 
 #: Letters shown on one page.
 PAGE_LETTERS = 50
 PAGE_LETTERS_MAX = 200
+#: Letters that one call tries to put back.
+REPLAYED_AT_ONCE = 1_000
 
 router = APIRouter(prefix="/admin/dead-letters", tags=["dead letters"], dependencies=[Depends(require_admin)])
 
@@ -109,10 +111,11 @@ class ReplayedOut(BaseModel):
 class ReplayedAllOut(BaseModel):
     """What became of the letters."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"replayed": 12, "refused": 1}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"replayed": 12, "refused": 1, "cursor": None}]})
 
     replayed: int
     refused: int = Field(description="Left where they are, since no worker could take them.")
+    cursor: str | None = Field(description="There may be more: call again with it. Null when all were tried.")
 
 
 @final
@@ -125,7 +128,7 @@ class DiscardedOut(BaseModel):
 @router.get(
     "",
     summary="List events that were given up on",
-    responses=problem_responses(Unauthorized, Forbidden, InvalidInput),
+    responses=problem_responses(Unauthorized, Forbidden, InvalidInput, Unavailable),
 )
 async def letters(
     request: Request,
@@ -135,8 +138,8 @@ async def letters(
 ) -> LettersOut:
     """The dead letters of all partitions."""
     try:
-        page = await edge_of(request).engine.events.dead_letters(
-            limit=limit, cursor=cursor, newest_first=order == "newest"
+        page = await edge_of(request).engine.ask_events(
+            lambda events: events.dead_letters(limit=limit, cursor=cursor, newest_first=order == "newest")
         )
     except ValueError:
         raise InvalidInput(("cursor",), "is not one that this call has answered with") from None
@@ -146,22 +149,33 @@ async def letters(
 @router.post(
     "/replay",
     summary="Have all of them learned again",
-    responses=problem_responses(Unauthorized, Forbidden, Overloaded),
+    responses=problem_responses(Unauthorized, Forbidden, InvalidInput, Overloaded, Unavailable),
 )
-async def replay_all(request: Request) -> ReplayedAllOut:
-    """Put back all letters there are now. After a 503 some are put back; the same call again goes on."""
-    counts = await edge_of(request).engine.events.replay_everything()
-    return ReplayedAllOut(replayed=counts["replayed"], refused=counts["refused"])
+async def replay_all(
+    request: Request,
+    cursor: Annotated[str | None, Query(max_length=64, description="Of the call before.")] = None,
+) -> ReplayedAllOut:
+    """Put back the letters there are now, up to 1,000 in one call. After a 503 some are put back; the same call again
+    goes on."""
+    try:
+        done = await edge_of(request).engine.ask_events(
+            lambda events: events.replay_everything(most=REPLAYED_AT_ONCE, cursor=cursor)
+        )
+    except ValueError:
+        raise InvalidInput(("cursor",), "is not one that this call has answered with") from None
+    return ReplayedAllOut(replayed=done.replayed, refused=done.refused, cursor=done.cursor)
 
 
 @router.post(
     "/{partition}/{letter_id}/replay",
     summary="Have one learned again",
-    responses=problem_responses(Unauthorized, Forbidden, NotFound, NotReplayable, InvalidInput, Overloaded),
+    responses=problem_responses(
+        Unauthorized, Forbidden, NotFound, NotReplayable, InvalidInput, Overloaded, Unavailable
+    ),
 )
 async def replay(request: Request, partition: Partition, letter_id: LetterId) -> ReplayedOut:
     """Put an event back, its attempts forgotten. It is learned once, or comes to the dead letters again."""
-    answer = await edge_of(request).engine.events.replay(partition, letter_id)
+    answer = await edge_of(request).engine.ask_events(lambda events: events.replay(partition, letter_id))
     if answer.status == "unknown":
         raise NotFound("No such letter: it was replayed, discarded or never there.")
     if answer.status == "refused":
@@ -172,10 +186,10 @@ async def replay(request: Request, partition: Partition, letter_id: LetterId) ->
 @router.delete(
     "/{partition}/{letter_id}",
     summary="Throw one away",
-    responses=problem_responses(Unauthorized, Forbidden, NotFound, InvalidInput),
+    responses=problem_responses(Unauthorized, Forbidden, NotFound, InvalidInput, Unavailable),
 )
 async def discard(request: Request, partition: Partition, letter_id: LetterId) -> DiscardedOut:
     """Delete a letter for good: its reward is not learned."""
-    if not await edge_of(request).engine.events.discard(partition, letter_id):
+    if not await edge_of(request).engine.ask_events(lambda events: events.discard(partition, letter_id)):
         raise NotFound("No such letter: it was replayed, discarded or never there.")
     return DiscardedOut()

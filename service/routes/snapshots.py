@@ -9,11 +9,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 
 from service.auth import require_admin
 from service.edge import edge_of
-from service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized
+from service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized, Unavailable
 from service.jobs import Job
 from service.openapi import problem_responses
 from service.schemas import JobOut, ProgressOut, SnapshotListOut, SnapshotOut
-from store.snapshot_names import ID_PATTERN, NAME_PATTERN
+from store.snapshot_names import ID_PATTERN, NAME_PATTERN, is_free_name
 
 router = APIRouter(tags=["administration"], dependencies=[Depends(require_admin)])
 
@@ -24,7 +24,7 @@ SnapshotId = Annotated[str, Path(pattern=f"^{ID_PATTERN.pattern}$", examples=["2
     "/admin/snapshots",
     summary="Take a snapshot",
     status_code=202,
-    responses=problem_responses(Unauthorized, Forbidden, JobRunning, InvalidInput),
+    responses=problem_responses(Unauthorized, Forbidden, JobRunning, InvalidInput, Unavailable),
 )
 async def create(
     request: Request,
@@ -34,17 +34,23 @@ async def create(
 ) -> JobOut:
     """Keep everything learned in a file under `METABAN_DATA_DIR/snapshots` of this machine; requests and learning go
     on meanwhile. Look after the job at `/admin/jobs/{id}`."""
-    return _shown(edge_of(request).engine.snapshots.create(name))
+    engine = edge_of(request).engine
+    if not is_free_name(name):
+        raise InvalidInput(("name",), "stands for another snapshot: neither `latest` nor the form of an id will do")
+    engine.require_store()
+    return _shown(engine.snapshots.create(name))
 
 
 @router.get(
     "/admin/snapshots",
     summary="List snapshots",
-    responses=problem_responses(Unauthorized, Forbidden),
+    responses=problem_responses(Unauthorized, Forbidden, JobRunning, InvalidInput),
 )
 async def show(
     request: Request,
-    verify: Annotated[bool, Query(description="Read every snapshot whole; takes its time.")] = False,
+    verify: Annotated[
+        bool, Query(description="Read every snapshot whole; takes its time, and is done for one at a time.")
+    ] = False,
 ) -> SnapshotListOut:
     """The snapshots on this machine, the newest first."""
     listed = await edge_of(request).engine.snapshots.list(verify=verify)
@@ -72,12 +78,15 @@ async def show(
     "/admin/snapshots/{snapshot_id}/restore",
     summary="Go back to a snapshot",
     status_code=202,
-    responses=problem_responses(Unauthorized, Forbidden, NotFound, JobRunning, InvalidInput),
+    responses=problem_responses(Unauthorized, Forbidden, NotFound, JobRunning, InvalidInput, Unavailable),
 )
 async def restore(request: Request, snapshot_id: SnapshotId) -> JobOut:
     """Put every user and the shared model back, while requests are answered. The snapshot is verified first, and a
-    damaged one changes nothing. What was learned since is gone, and rewards of earlier decisions no longer count."""
-    return _shown(await edge_of(request).engine.snapshots.restore(snapshot_id))
+    damaged one changes nothing. What was learned since is gone, and rewards of earlier decisions no longer count,
+    except of users of whom nothing had been learned by then."""
+    engine = edge_of(request).engine
+    engine.require_store()
+    return _shown(await engine.snapshots.restore(snapshot_id))
 
 
 @router.get(

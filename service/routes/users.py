@@ -41,10 +41,10 @@ class UserOut(BaseModel):
     user_id: str
     incarnation: int = Field(description="Grows by one when the user is forgotten or restored.")
     version: int = Field(description="Rewards learned in this incarnation.")
-    epoch: int | None = Field(description="The epoch that the user was last fitted under; null when forgotten.")
+    epoch: int | None = Field(description="The epoch that the user was last fitted under; null when `forgotten`.")
     samples: int = Field(description="Samples kept of the latest rewards.")
     resident: bool = Field(description="Whether the process that answered has the user in memory.")
-    forgotten: bool = Field(description="Forgotten, and no reward learned since.")
+    forgotten: bool = Field(description="Forgotten, or dropped by a restore, and no reward learned since.")
 
 
 @final
@@ -63,7 +63,7 @@ class ForgottenOut(BaseModel):
     responses=problem_responses(Unauthorized, Forbidden, NotFound, InvalidInput, Unavailable),
 )
 async def describe(request: Request, user_id: UserId) -> UserOut:
-    """404 for a user of whom no reward was ever learned, and who was not forgotten either."""
+    """404 for a user of whom no reward was ever learned, and who was neither forgotten nor dropped by a restore."""
     found = await edge_of(request).engine.describe_user(user_id)
     if found is None:
         raise NotFound("No reward of this user was ever learned.")

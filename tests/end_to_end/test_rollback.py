@@ -136,6 +136,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     assert "cannot be used" in metaban(data, "import", str(tmp_path / "file"), code=1)
     assert "cannot be opened" in metaban(data, "import", str(tmp_path / "nothing"), code=1)
     assert "letters" in metaban(data, "create", "--name", "../x", code=2)
+    assert "latest" in metaban(data, "create", "--name", "latest", code=2)
     folder = data / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "20260301T060000Z-ab12cd.tar").write_bytes(bytes(4_096))

@@ -20,6 +20,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 from store.events import EventStream
 from store.keys import NamespaceKeys
+from tests.own_valkey import own_valkey
 from tests.service.test_engine import settings, worker_running
 from tests.worker.workshop import soon
 
@@ -167,7 +168,7 @@ class TestDeadLetters:
     ) -> None:
         poison = (await client.xadd(KEYS.dead_letters(0), {"dead_reason": "poison"})).decode()
         answer = await http.post("/admin/dead-letters/replay")
-        assert (answer.status_code, answer.json()) == (200, {"replayed": 5, "refused": 1})
+        assert (answer.status_code, answer.json()) == (200, {"replayed": 5, "refused": 1, "cursor": None})
         refused = await http.post(f"/admin/dead-letters/0/{poison}/replay")
         assert (refused.status_code, refused.json()["type"]) == (409, "/problems/not-replayable")
         assert (await http.delete(f"/admin/dead-letters/0/{poison}")).json() == {"discarded": True}
@@ -179,6 +180,17 @@ class TestDeadLetters:
                 return await stream.backlog() == 0
 
             await soon(drained)
+
+    async def test_all_of_them_in_several_calls(
+        self, http: httpx.AsyncClient, letters: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("service.routes.dead_letters.REPLAYED_AT_ONCE", 3)
+        first = (await http.post("/admin/dead-letters/replay")).json()
+        assert (first["replayed"], first["refused"]) == (3, 0)
+        rest = await http.post("/admin/dead-letters/replay", params={"cursor": first["cursor"]})
+        assert rest.json() == {"replayed": 2, "refused": 0, "cursor": None}
+        wrong = await http.post("/admin/dead-letters/replay", params={"cursor": "x"})
+        assert (wrong.status_code, wrong.json()["errors"][0]["field"]) == (422, "cursor")
 
     @pytest.mark.parametrize("name", ["99/1-1", "0/1-1", "0/junk", f"0/{2**64}-0"])
     async def test_letters_that_do_not_exist(self, http: httpx.AsyncClient, name: str) -> None:
@@ -228,6 +240,29 @@ async def test_only_admins(redis: Redis, valkey_url: str, method: str, path: str
         ]
     assert statuses[:2] == [401, 403]
     assert statuses[2] in {200, 404}
+
+
+async def test_nobody_waits_for_a_store_that_hangs(tmp_path: Path) -> None:
+    with own_valkey() as valkey:
+        chosen = settings(data_dir=tmp_path)
+        app = create_app(chosen, Engine.from_settings(chosen, valkey.url, Metrics()))
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,
+        ):
+            documented = (await http.get("/openapi.json")).json()["paths"]
+            valkey.pause()
+            snapshots = [("POST", "/admin/snapshots"), ("POST", "/admin/snapshots/20260301T060000Z-ab12cd/restore")]
+            async with asyncio.timeout(4):  # below the time-out of the driver's sockets
+                # The first ones find out; who comes later is told at once.
+                answers = await asyncio.gather(*(http.request(*call) for call in CALLS))
+                answers += [await http.request(*call) for call in [*CALLS, *snapshots]]
+            assert {(answer.status_code, answer.json()["type"]) for answer in answers} == {
+                (503, "/problems/unavailable")
+            }
+            valkey.resume()
+    for path in ("/admin/users/{user_id}", "/admin/dead-letters", "/admin/dead-letters/{partition}/{letter_id}"):
+        assert all("503" in call["responses"] for call in documented[path].values()), path
 
 
 class TestCommands:

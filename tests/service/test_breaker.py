@@ -108,6 +108,31 @@ async def test_a_budget_that_ran_out_is_a_failure(store: Store, breaker: StoreBr
     await until(lambda: breaker.away is None)
 
 
+async def test_calls_that_are_not_trusted_fail_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker_module, "HEARTBEAT_S", 60.0)
+    monkeypatch.setattr(breaker_module, "PROBE_EVERY_S", 60.0)
+    monkeypatch.setattr(breaker_module, "STEP_S", 0.01)
+    breaker = StoreBreaker(store.probe, trust_calls=False)
+    breaker.start()
+    await until(lambda: store.probes == 1 and not store.probing)
+
+    async def one_server_away() -> None:
+        raise StoreUnavailable("one of several")
+
+    with pytest.raises(StoreUnavailable, match="one of several"):
+        await breaker.call(one_server_away)
+    with pytest.raises(StoreUnavailable, match="in time"):
+        await breaker.call(asyncio.Event().wait, budget_s=0.02)
+    assert await breaker.call(store.work) == "done"
+    await until(lambda: store.probes >= 2 and not store.probing)
+    assert breaker.away is None
+    store.error = StoreUnavailable("all of them")
+    with pytest.raises(StoreUnavailable, match="one of several"):
+        await breaker.call(one_server_away)
+    await until(lambda: breaker.away is store.error)
+    await breaker.stop()
+
+
 async def test_what_waits_without_a_budget_is_given_up_when_a_probe_fails(store: Store, breaker: StoreBreaker) -> None:
     store.answering.clear()
     waiting = [asyncio.create_task(breaker.call(store.work)) for _ in range(5)]

@@ -127,9 +127,27 @@ async def test_what_is_not_there(redis: Redis, valkey_url: str, tmp_path: Path) 
             "/admin/snapshots?name=a%20b",
         ):
             assert (await client.post(path)).status_code in {404, 422}
+        for name in ("latest", SNAPSHOT):
+            refused = await client.post("/admin/snapshots", params={"name": name})
+            assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "name")
         assert (await client.post("/admin/snapshots?name=a%20b")).json()["type"] == "/problems/invalid-input"
         assert (await client.get("/admin/snapshots")).json() == {"snapshots": []}
     assert os.listdir(tmp_path) == []
+
+
+async def test_one_verification_at_a_time(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / f"{SNAPSHOT}.tar"
+    snapshot.parent.mkdir()
+    os.mkfifo(snapshot)  # keeps its reader waiting
+    async with served(valkey_url, tmp_path) as client:
+        first = asyncio.create_task(client.get("/admin/snapshots?verify=true"))
+        await asyncio.sleep(0.1)
+        second = await client.get("/admin/snapshots?verify=true")
+        assert (second.status_code, second.json()["type"]) == (409, "/problems/job-running")
+        await asyncio.to_thread(snapshot.write_bytes, b"")
+        assert (await first).json()["snapshots"][0]["intact"] is False
+        os.remove(snapshot)
+        assert (await client.get("/admin/snapshots?verify=true")).json() == {"snapshots": []}
 
 
 async def test_only_admins() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from service.contracts import CheckResult
 from service.engine import Engine
 from service.errors import Unavailable
 from service.metrics import Metrics
-from store.errors import StoreUnavailable
+from store.errors import NotReplicated, StoreUnavailable
 from tests.own_valkey import OwnValkey, own_valkey
 from tests.service.test_engine import ask, reward, settings, worker_running
 from tests.worker.workshop import soon
@@ -173,6 +174,20 @@ async def test_a_write_whose_reply_was_lost_is_the_decision_that_was_answered(
     assert (repeated.replayed, repeated.logged, repeated.items) == (True, True, answer.items)
 
 
+async def test_a_store_that_goes_away_while_readiness_is_asked_for(
+    engine: Engine, valkey: OwnValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = engine.snapshots.check
+
+    async def look_too_late() -> CheckResult | None:
+        valkey.kill()
+        return await look()
+
+    monkeypatch.setattr(engine.snapshots, "check", look_too_late)
+    checks = await engine.readiness()
+    assert (checks["store"].ok, checks["store"].vital) == (False, False)
+
+
 async def test_a_store_without_memory(engine: Engine, valkey: OwnValkey) -> None:
     with valkey.client() as client:
         client.config_set("maxmemory", 1)
@@ -239,3 +254,23 @@ async def test_connections_that_lead_nowhere_are_replaced(
             # None of the idle connections of before is tried, each of which would cost an answer its record.
             for _ in range(20):
                 assert (await engine.recommend(ask())).logged
+
+
+async def test_nor_are_those_that_wait_for_replicas(
+    make_engine: MakeEngine, valkey: OwnValkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.breaker.HEARTBEAT_S", 60.0)
+    async with proxy_to(valkey, tmp_path / "p.sock") as proxy:
+        engine = make_engine(
+            f"unix://{tmp_path}/p.sock", redis_url=valkey.url, durability="replicated", replica_wait_ms=100
+        )
+        await engine.start()
+        await engine.recommend(ask(decision_id="d"))
+        with pytest.raises(NotReplicated):  # there is no replica, as the store says
+            await engine.feedback([reward("d")], wait_applied=False)
+        proxy.swallow()
+        async with asyncio.timeout(AT_ONCE_S):
+            assert not (await engine.recommend(ask())).logged
+            await soon(lambda: logs(engine))
+            with pytest.raises(NotReplicated):
+                await engine.feedback([reward("d")], wait_applied=False)

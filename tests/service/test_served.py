@@ -77,6 +77,18 @@ class TestHolding:
         assert answer.user_events == 9
         np.testing.assert_allclose(answer.mean, expected.mean, rtol=1e-6)
 
+    def test_but_not_one_of_an_epoch_to_come(self) -> None:
+        model = make_model()
+        later = state(model, "u", 3, epoch=1, incarnation=2)
+        inputs = ask("u").inputs
+        [scores] = model.score([ScoreRequest("u", inputs, later)])
+        [stranger] = model.score([ScoreRequest("nobody", inputs)])
+        np.testing.assert_array_equal(scores.mean, stranger.mean)
+        assert (scores.user_events, scores.epoch, scores.incarnation) == (0, 0, 2)
+        adopt(model, 1)
+        [scores] = model.score([ScoreRequest("u", inputs, later)])
+        assert (scores.user_events, scores.epoch, scores.incarnation) == (3, 1, 2)
+
     def test_forgotten_users_are_strangers(self) -> None:
         model = make_model(pool=2)
         put_each(model, [state(model, name) for name in ("a", "b", "guest")])

@@ -14,8 +14,9 @@ from service import replica as replica_module
 from service.served import Standing
 from store.connection import connect, drop_idle
 from store.epochs import Epoch
+from store.users import UserState
 from tests.own_valkey import OwnValkey, own_valkey
-from tests.service.serving import make_model
+from tests.service.serving import ask, make_model
 from tests.service.serving import state as state_of
 from tests.service.test_replica import Watched, in_partition, last_entry, move_to_epoch, publish_epoch
 from tests.worker.workshop import Workshop, soon
@@ -119,6 +120,23 @@ async def test_a_user_loaded_ahead_of_the_log(shop: Workshop, valkey: OwnValkey,
     await set_back(shop, valkey)
     await same_as_stored(watched, first, second)
     assert watched.replica._cursors[0] == cursor, "the place in the log is still there"
+
+
+async def test_a_forget_that_is_ahead_of_the_log(shop: Workshop, valkey: OwnValkey, watched: Watched) -> None:
+    gone, other = in_partition(shop, 0, 2)
+    await shop.learn({gone: 2, other: 1})
+    await watched.serves(gone, 2)
+    await watched.serves(other, 1)
+    valkey.keep()
+    cursor = watched.replica._cursors[0]
+    # As after a DELETE that was answered, just before its line in the log came by and the store crashed.
+    await watched.replica.take([UserState(gone, 1, 0, 0, {})])
+    assert gone not in watched.replica
+    await set_back(shop, valkey)
+    await watched.serves(gone, 2)
+    assert watched.replica._cursors[0] == cursor, "the place in the log is still there"
+    [scores] = watched.model.score([ask(gone)])
+    assert scores.incarnation == 0, "decided for the user whom the store knows"
 
 
 async def test_nothing_lost(shop: Workshop, valkey: OwnValkey, watched: Watched) -> None:

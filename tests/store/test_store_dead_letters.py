@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from store import dead_letters as module
-from store.dead_letters import DeadLetter
+from store.dead_letters import DeadLetter, ReplayedLetters
 from store.errors import BacklogFull, StoreError, StoreReset
 from store.events import EventStream
 from store.keys import NamespaceKeys
@@ -55,8 +55,12 @@ async def letter(stream: EventStream, make_event: MakeEvent, neighbours: list[st
 
 
 class TestListing:
+    @pytest.mark.parametrize("peeked", [1, 2, 8])
     @pytest.mark.parametrize("limit", [1, 3, 7, 100])
-    async def test_all_partitions_in_order(self, stream: EventStream, make_event: MakeEvent, limit: int):
+    async def test_all_partitions_in_order(
+        self, stream: EventStream, make_event: MakeEvent, limit: int, peeked: int, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(module, "LETTERS_PEEKED", peeked)
         for n in range(20):
             await bury(stream, [make_event(f"user {n}", f"{n}")])
         oldest = names(await all_letters(stream, limit=limit, newest_first=False))
@@ -84,10 +88,28 @@ class TestListing:
         assert (letter.event, letter.attempts, letter.reason) == (None, 0, "\ufffd")
         assert letter.buried_ms == int(letter.letter_id.split("-")[0])
 
-    @pytest.mark.parametrize("cursor", ["", "1", "1-1", "1-1-x", "-1-1-1", f"{2**64}-0-0", "1-1-1\n", "٣-0-0"])
+    @pytest.mark.parametrize(
+        "cursor",
+        ["", "1", "1-1", "1-1-x", "-1-1-1", f"{2**64}-0-0", "1-1-1\n", "٣-0-0", "0-0-1", f"{2**64 - 1}-{2**64 - 1}-0"],
+    )
     async def test_cursors_of_others(self, stream: EventStream, cursor: str):
+        for newest_first in (True, False):
+            with pytest.raises(ValueError, match="cursor"):
+                await stream.dead_letters(limit=1, cursor=cursor, newest_first=newest_first)
         with pytest.raises(ValueError, match="cursor"):
-            await stream.dead_letters(limit=1, cursor=cursor)
+            await stream.replay_everything(cursor=cursor)
+
+    @pytest.mark.single_node("one server counts what it sends")
+    async def test_a_page_reads_little_of_each_partition(self, redis: Redis, stream: EventStream, keys):
+        """All partitions are asked for a few letters, and only the one that has more to show for more."""
+        for number in range(100):
+            await redis.xadd(keys.dead_letters(1), {"dead_reason": "x"}, id=f"{2 * number + 1}-0")
+            await redis.xadd(keys.dead_letters(0), {"dead_reason": "x", "inputs": b"x" * 10_000}, id=f"{number + 1}-0")
+        await redis.config_resetstat()
+        page = await stream.dead_letters(limit=50)
+        assert [letter.partition for letter in page.letters] == [1] * 50
+        sent = int((await redis.info("stats"))["total_net_output_bytes"])
+        assert sent < 200_000, "of the letters that are not shown, few were read"
 
     async def test_none(self, stream: EventStream):
         page = await stream.dead_letters(limit=1)
@@ -161,7 +183,7 @@ class TestReplay:
         for letter_id, reason in ((poison, "reward event"), (astray, "partition")):
             answer = await stream.replay(0, letter_id.decode())
             assert (answer.status, reason in answer.detail) == ("refused", True)
-        assert await stream.replay_everything() == {"replayed": 0, "refused": 2}
+        assert await stream.replay_everything() == ReplayedLetters(0, 2)
         assert await picture() == before
 
     @pytest.mark.parametrize(
@@ -206,11 +228,30 @@ class TestReplay:
         await bury(stream, [make_event(f"user {n}", f"{n}") for n in range(20)])
         for _ in range(4):
             await redis.xadd(keys.dead_letters(0), {"dead_reason": "poison"})
-        assert await stream.replay_everything() == {"replayed": 20, "refused": 4}
-        assert await stream.replay_everything() == {"replayed": 0, "refused": 4}
+        assert await stream.replay_everything() == ReplayedLetters(20, 4)
+        assert await stream.replay_everything() == ReplayedLetters(0, 4)
         assert await stream.backlog() == 20
         counters = await users.counters()
         assert (counters["enqueued"], counters["buried"], counters["replayed"]) == (20, 20, 20)
+
+    @pytest.mark.parametrize("most", [1, 4, 7, 24])
+    async def test_some_of_them_at_a_time(
+        self, stream: EventStream, make_event, keys: NamespaceKeys, redis: Redis, monkeypatch, most: int
+    ):
+        monkeypatch.setattr(module, "LETTERS_READ", 3)
+        for _ in range(4):
+            await redis.xadd(keys.dead_letters(0), {"dead_reason": "poison"})
+        await bury(stream, [make_event(f"user {n}", f"{n}") for n in range(20)])
+        replayed = refused = 0
+        cursor = None
+        while True:
+            done = await stream.replay_everything(most=most, cursor=cursor)
+            assert done.replayed + done.refused <= most
+            replayed, refused, cursor = replayed + done.replayed, refused + done.refused, done.cursor
+            if cursor is None:
+                break
+        assert (replayed, refused) == (20, 4)
+        assert await stream.backlog() == 20
 
 
 async def test_discard(stream: EventStream, letter: DeadLetter):
