@@ -196,7 +196,7 @@ class TestDeadLetters:
         [delivery] = await shop.give([make_event("a", 1)])
         await shop.streams.bury(delivery, "c1", "by mistake")
         await shop.users.forget("a")
-        assert await shop.streams.replay_everything() == {"replayed": 1, "refused": 0}
+        assert (await shop.streams.replay_everything()).replayed == 1
         await publish(shop)
         assert await shop.versions() == {"a": 0}
         assert (await sums(shop))["voided"] == 1
