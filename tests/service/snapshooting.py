@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from service.snapshot_rules import KnownLearners
@@ -101,3 +102,11 @@ async def in_place(shop: Workshop, names: int = 12, **plan: int) -> None:
     meta = shop.meta()
     await meta._tick()
     await meta._tick()
+
+
+def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that little is enough to have many."""
+    monkeypatch.setattr("store.snapshots.CHUNK_USERS", 3)
+    monkeypatch.setattr("store.snapshots.LOAD_USERS", 2)
+    monkeypatch.setattr("store.snapshots.MOVED_USERS", 4)
+    monkeypatch.setattr("store.snapshot_restore.WRITE_USERS", 2)

@@ -18,19 +18,11 @@ from store.decisions import Decision, DecisionStore
 from store.errors import StoreUnavailable
 from store.keys import NamespaceKeys
 from store.users import UpdateEntry, UserState
+from tests.service.replicas import Watched, hold_load, in_partition, move_to_epoch, publish_epoch
 from tests.service.serving import adopt, ask, make_model, state
 from tests.service.test_engine import ask as asking
 from tests.service.test_engine import engine, make_engine, reward, worker_running  # noqa: F401 (fixtures)
-from tests.service.test_replica import (  # noqa: F401 (fixtures)
-    Watched,
-    hold_load,
-    hurry,
-    in_partition,
-    move_to_epoch,
-    publish_epoch,
-    shop,
-    watch,
-)
+from tests.service.test_replica import hurry, shop, watch  # noqa: F401 (fixtures)
 from tests.worker.workshop import Workshop, make_event, soon
 
 MakeEngine = Callable[..., Engine]

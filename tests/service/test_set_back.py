@@ -16,9 +16,9 @@ from store.connection import connect, drop_idle
 from store.epochs import Epoch
 from store.users import UserState
 from tests.own_valkey import OwnValkey, own_valkey
+from tests.service.replicas import Watched, in_partition, last_entry, move_to_epoch, publish_epoch
 from tests.service.serving import ask, make_model
 from tests.service.serving import state as state_of
-from tests.service.test_replica import Watched, in_partition, last_entry, move_to_epoch, publish_epoch
 from tests.worker.workshop import Workshop, soon
 
 
