@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextvars import Context
@@ -14,15 +13,15 @@ from uuid import uuid4
 import structlog
 
 from service.errors import JobRunning, NotFound
+from service.records import now_ms
 from store.errors import StoreError
+from store.snapshots import Progress
 
 #: Jobs remembered after their end.
 REMEMBERED: Final = 100
 STOP_AGAIN_S: Final = 0.5
 
-#: What is being done, and how much of it is done, of how much.
-Tell: TypeAlias = Callable[[str, int, int], None]
-Work: TypeAlias = Callable[[Tell], Awaitable[dict[str, Any]]]
+Work: TypeAlias = Callable[[Progress], Awaitable[dict[str, Any]]]
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -61,7 +60,7 @@ class JobTable:
         if self._task is not None and not self._task.done():
             running = next(reversed(self._jobs.values()))
             raise JobRunning(f"Job {running.id} ({running.kind}) is under way; wait for it to end.")
-        job = Job(uuid4().hex[:12], kind, _now_ms())
+        job = Job(uuid4().hex[:12], kind, now_ms())
         self._jobs[job.id] = job
         while len(self._jobs) > REMEMBERED:
             self._jobs.popitem(last=False)
@@ -98,8 +97,4 @@ class JobTable:
             _log.exception("job failed", job=job.id, kind=job.kind)
         finally:
             job.state = "done" if job.result is not None else "failed"
-            job.finished_ms = _now_ms()
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1_000)
+            job.finished_ms = now_ms()

@@ -21,9 +21,10 @@ import structlog
 
 from service.metrics import Metrics
 from service.served import BRIEFS_A_TURN, NOTHING_DOUBTED, ServedModel, Standing
+from store.connection import BEFORE_ALL
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreError, StoreUnavailable
-from store.users import BEFORE_ALL, UpdateEntry, UserState, UserStore
+from store.users import UpdateEntry, UserState, UserStore
 
 #: Longest wait for news; also how long a stop may take.
 TAIL_BLOCK_MS = 1_000

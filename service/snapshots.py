@@ -8,7 +8,7 @@ from typing import Any, final
 
 from service.contracts import CheckResult
 from service.errors import JobRunning, NotFound
-from service.jobs import Job, JobTable, Tell
+from service.jobs import Job, JobTable
 from service.settings import Settings
 from service.snapshot_rules import KnownLearners
 from store.connection import Store
@@ -17,7 +17,7 @@ from store.namespaces import NamespaceRecord, Namespaces
 from store.restores import RestoreStore
 from store.snapshot_folder import Listed, SnapshotFolder
 from store.snapshot_restore import restore_snapshot
-from store.snapshots import create_snapshot
+from store.snapshots import Progress, create_snapshot
 
 
 @final
@@ -36,7 +36,7 @@ class SnapshotDesk:
     def create(self, name: str) -> Job:
         """Begin to take a snapshot."""
 
-        async def work(tell: Tell) -> dict[str, Any]:
+        async def work(tell: Progress) -> dict[str, Any]:
             record = await Namespaces(self._redis).load(self._namespace)
             if record is None:
                 raise SnapshotError("the store was emptied or exchanged: restart the service")
@@ -52,7 +52,7 @@ class SnapshotDesk:
         except SnapshotError as error:
             raise NotFound(f"There is no snapshot {snapshot_id} here: GET /admin/snapshots lists them.") from error
 
-        async def work(tell: Tell) -> dict[str, Any]:
+        async def work(tell: Progress) -> dict[str, Any]:
             return asdict(await restore_snapshot(self._redis, path, self._namespace, self._rules, progress=tell))
 
         return self.jobs.start("snapshot-restore", work)

@@ -19,6 +19,7 @@ from store.errors import CorruptRecord, StoreError, StoreUnavailable, translate_
 from store.node import Argument, Command, Confirmation, close_idle, open_node, send, send_one
 
 __all__ = [
+    "BEFORE_ALL",
     "Argument",
     "Command",
     "Confirmation",
@@ -50,6 +51,8 @@ BLOCK_SHARE = 0.5
 UNLIMITED_BLOCK_MS = 5_000
 #: Commands sent in one go; a longer pipeline would hold all its replies in the server's memory.
 PIPELINE_COMMANDS = 1_000
+#: The cursor of a stream before its first entry.
+BEFORE_ALL = "0-0"
 #: Oldest server whose scripts and streams behave as ours need.
 OLDEST_REDIS = (7, 0)
 

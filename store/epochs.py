@@ -10,14 +10,23 @@ from typing import Any, Final, final
 import numpy as np
 
 from store.codec import decode_tensors, encode_tensors
-from store.connection import Store, as_bytes, as_int, as_text, block_arguments, command, parse_entries, stream_entries
+from store.connection import (
+    BEFORE_ALL,
+    Store,
+    as_bytes,
+    as_int,
+    as_text,
+    block_arguments,
+    command,
+    parse_entries,
+    stream_entries,
+)
 from store.errors import CorruptRecord, StoreReset
 from store.keys import NamespaceKeys
 from store.scripts import load_script
 
 #: Lines kept of the epoch log; a reader only needs the newest.
 EPOCH_LOG_CAP: Final = 1_000
-BEFORE_ALL: Final = "0-0"
 
 
 @final
@@ -91,11 +100,6 @@ class EpochStore:
         if blob is None:
             return None
         return replace(Epoch.decode(as_bytes(blob)), stamp=as_text(stamp or b""), follows=as_text(follows or b""))
-
-    async def current_number(self) -> int | None:
-        """The number of the newest epoch, without its tensors."""
-        number = await command(self._redis, "HGET", self._keys.epoch, "number")
-        return None if number is None else as_int(number)
 
     async def current_identity(self) -> tuple[int, str] | None:
         """(number, stamp) of the newest epoch, without its tensors; no other has them, even in a store set back."""

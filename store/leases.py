@@ -12,7 +12,7 @@ from store.epochs import EpochStore
 from store.errors import SnapshotError, StoreError, StoreUnavailable
 
 #: Long enough to be renewed late on a busy machine; a killed holder's lease has to run out before others go on.
-LEASE_MS: Final = 5_000
+SNAPSHOT_LEASE_MS: Final = 5_000
 POLL_S: Final = 0.05
 
 
@@ -26,15 +26,15 @@ class Lease:
 
     async def confirm(self) -> None:
         """Raise SnapshotError unless it was ours all the time."""
-        if not await self._epochs.renew_lease(self.token, LEASE_MS):
+        if not await self._epochs.renew_lease(self.token, SNAPSHOT_LEASE_MS):
             raise SnapshotError("the lease that keeps epochs as they are was lost: try again")
 
     async def keep(self) -> None:
         """Renew it for as long as this runs; a loss is found out by `confirm`."""
         while True:
-            await asyncio.sleep(LEASE_MS / 3_000)
+            await asyncio.sleep(SNAPSHOT_LEASE_MS / 3_000)
             with suppress(StoreUnavailable):
-                if not await self._epochs.renew_lease(self.token, LEASE_MS):
+                if not await self._epochs.renew_lease(self.token, SNAPSHOT_LEASE_MS):
                     return
 
 
@@ -44,7 +44,7 @@ async def hold_lease(
 ) -> AsyncIterator[Lease]:
     """The lease, once whoever has it gives it back; SnapshotError when that takes longer than `wait_s`."""
     deadline = time.monotonic() + wait_s
-    while not await epochs.acquire_lease(token, LEASE_MS, for_restore=for_restore):
+    while not await epochs.acquire_lease(token, SNAPSHOT_LEASE_MS, for_restore=for_restore):
         if time.monotonic() > deadline:
             raise SnapshotError(
                 f"an epoch, or another snapshot or restore, has been under way for {wait_s:g} s: try again later"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 from uuid import uuid4
 
-from store.connection import Store, as_bytes, as_int, as_text, command, parse_entries, pipeline
+from store.connection import BEFORE_ALL, Store, as_bytes, as_int, as_text, command, parse_entries, pipeline
 from store.epochs import Epoch, EpochStore
 from store.errors import CorruptRecord, SnapshotError, StoreReset
 from store.failpoints import reach
@@ -29,7 +29,7 @@ from store.snapshot_file import SnapshotWriter
 from store.snapshot_manifest import Manifest
 from store.snapshot_names import new_id
 from store.snapshot_records import LearnerRules, RecordRules, UserRecord, check_record, rules_for
-from store.users import BEFORE_ALL, UserStore
+from store.users import UserStore
 
 #: What is being done, and how much of it is done, of how much.
 Progress: TypeAlias = Callable[[str, int, int], None]

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, final
 
 from store.codec import Sample
 from store.connection import (
+    BEFORE_ALL,
     Argument,
     Command,
     Store,
@@ -41,7 +42,6 @@ SCAN_COUNT: Final = 1_000
 COUNTERS: Final = ("enqueued", "applied", "voided", "buried", "replayed", "forgotten", "quarantined")
 log = logging.getLogger(__name__)
 Decoded = TypeVar("Decoded")
-BEFORE_ALL: Final = "0-0"
 FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
     b"not-pending": "not-pending",
     b"version": "version",

@@ -29,7 +29,7 @@ from worker.trainer import Pupil, Trainer
 #: Longest time between two looks at whether an epoch is due; applied events wake the trainer at once.
 TICK_S = 1.0
 #: Short, since a killed trainer's lease has to run out before another can take over.
-LEASE_MS = 3_000
+TRAINER_LEASE_MS = 3_000
 #: Users loaded, fitted and written in one go during a refit.
 REFIT_USERS = 256
 
@@ -109,7 +109,7 @@ class MetaTrainer:
         due = not self._model.epoch_published or await self._due(trainer, current, total)
         if not due and self._swept >= current.refitted:
             return
-        if not await self._epochs.acquire_lease(self._token, LEASE_MS):
+        if not await self._epochs.acquire_lease(self._token, TRAINER_LEASE_MS):
             return
         reach("meta-leased")
         heartbeat = asyncio.create_task(self._keep_lease())
@@ -128,9 +128,9 @@ class MetaTrainer:
         """Renew the lease while a derivation takes its time; a lost one is noticed where it matters, at publication."""
         kept = True
         while kept:  # not for ever: the driver may swallow a cancellation
-            await asyncio.sleep(LEASE_MS / 3_000)
+            await asyncio.sleep(TRAINER_LEASE_MS / 3_000)
             try:
-                kept = await self._epochs.renew_lease(self._token, LEASE_MS)
+                kept = await self._epochs.renew_lease(self._token, TRAINER_LEASE_MS)
             except StoreUnavailable as error:
                 log.warning("store unavailable", error=str(error))
 
@@ -198,7 +198,7 @@ class MetaTrainer:
         if number is None and not published:
             return False
         for start in range(0, len(ordered), REFIT_USERS):
-            if not await self._epochs.renew_lease(self._token, LEASE_MS):
+            if not await self._epochs.renew_lease(self._token, TRAINER_LEASE_MS):
                 return False
             fitted_under = await self._users.fitted_under(ordered[start : start + REFIT_USERS])
             behind = [user for user, number in fitted_under.items() if number < epoch.refitted or not published]

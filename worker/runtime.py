@@ -30,7 +30,7 @@ from worker.desk import FittingDesk
 from worker.meta import MetaTrainer
 from worker.model import NamespaceModel, wait_for_namespace
 from worker.publisher import Publisher
-from worker.shares import LEASE_MS, PartitionShares
+from worker.shares import PARTITION_LEASE_MS, PartitionShares
 
 log = structlog.get_logger()
 
@@ -91,7 +91,7 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
             desk = FittingDesk(compute)
             publisher = Publisher(streams, users, model, desk, consumer=name, samples_kept=settings.samples_kept)
             shares = PartitionShares(
-                Ownership(redis, record.keys, name, ttl_ms=LEASE_MS),
+                Ownership(redis, record.keys, name, ttl_ms=PARTITION_LEASE_MS),
                 streams,
                 name,
                 stopping,

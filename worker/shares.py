@@ -15,7 +15,7 @@ from store.ownership import Ownership, fair_share
 from worker.consumer import Consumer
 
 #: A worker that is not heard of for this long has lost its partitions: short, since their events wait meanwhile.
-LEASE_MS = 1_200
+PARTITION_LEASE_MS = 1_200
 #: How often leases are renewed and the share is looked at again.
 RENEW_S = 0.3
 

@@ -59,7 +59,7 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
     await learn(shop, {**{f"user {n}": 2 for n in range(12)}, "late": 1}, first=600)
     meta = shop.meta()
     await meta._tick()
-    number = await shop.epochs.current_number()
+    number = await shop.epoch_number()
     assert number is not None
     desk = SnapshotDesk(shop.redis, Settings(data_dir=tmp_path), shop.record)
     restores = RestoreStore(shop.redis, shop.keys, shop.record.store_epoch)
@@ -73,7 +73,7 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
     check = await desk.check()
     if place.startswith("restore-after-publish"):
         assert check is None
-        assert await shop.epochs.current_number() == number + 1
+        assert await shop.epoch_number() == number + 1
     else:
         assert check is not None
         assert not check.ok
@@ -82,19 +82,19 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
         await learn(shop, {f"user {n}": 20 for n in range(12)}, first=10_000)
         states = await stored(shop)
         await meta._tick()
-        assert await shop.epochs.current_number() == number
+        assert await shop.epoch_number() == number
         assert await stored(shop) == states
         await put_back(shop.redis, folder, manifest)
         assert await desk.check() is None
         assert await restores.unfinished() is None
-        assert await shop.epochs.current_number() == number + 1
+        assert await shop.epoch_number() == number + 1
     assert learned(await stored(shop)) == learned(wanted)
     # And the meta-trainer goes on: nobody is left behind, and the next epoch comes when it is due.
     await meta._tick()
     assert learned(await stored(shop)) == learned(wanted)
     await learn(shop, {f"user {n}": 60 for n in range(12)}, first=20_000)
     await meta._tick()
-    assert await shop.epochs.current_number() == number + 2
+    assert await shop.epoch_number() == number + 2
 
 
 @pytest.mark.parametrize("place", ["snapshot-after-chunk=2", "snapshot-before-rename=1"])

@@ -238,15 +238,15 @@ async def test_learning_goes_on_after_a_restore(shop: Workshop, tmp_path: Path) 
     meta = shop.meta()
     await meta._tick()
     await put_back(shop.redis, tmp_path, manifest)
-    number = await shop.epochs.current_number()
+    number = await shop.epoch_number()
     assert number is not None
     # Events went from 30 to 70, past a doubling, and yet what was restored is not replaced at once.
     await meta._tick()
-    assert await shop.epochs.current_number() == number
+    assert await shop.epoch_number() == number
     # The next one is at 128, as ever.
     await learn(shop, {f"user {n}": 5 for n in range(12)}, first=3_000)
     await meta._tick()
-    assert await shop.epochs.current_number() == number + 1
+    assert await shop.epoch_number() == number + 1
     versions = await shop.versions()
     assert versions == {f"user {n}": 1 + n % 4 + 5 for n in range(12)}
 
@@ -261,7 +261,7 @@ async def test_a_restored_store_learns_as_the_first_one_would_have(
 
     async def go_on(where: Workshop, first: int, last: int) -> None:
         for number in range(first, last):
-            epoch = await where.epochs.current_number() or 0
+            epoch = await where.epoch_number() or 0
             phi = np.resize(generator_of(number), noted).astype(np.float32)
             event = await event_of_now(where, f"user {number % 5}", number, phi=phi, epoch=epoch)
             await where.streams.enqueue([event])
@@ -291,7 +291,7 @@ async def test_a_restored_store_learns_as_the_first_one_would_have(
     assert (record.seed, record.learner, record.layout) == (0, shop.record.learner, shop.record.layout)
     again = Workshop(shop.redis, record, shop.compute, samples_kept=30)
     assert learned(await stored(again)) == learned(at_snapshot)
-    assert (await again.epochs.current_number()) == manifest.epoch
+    assert (await again.epoch_number()) == manifest.epoch
     assert sum((await again.users.applied()).values()) == 45
     meta_of[id(again)] = again.meta()
     await go_on(again, 45, 80)

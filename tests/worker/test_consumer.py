@@ -310,7 +310,7 @@ class TestProcesses:
         assert await shop.pending() == 0
         assert {**await shop.consumers(0), **await shop.consumers(1)} == {}
         assert await total(shop) + await shop.streams.backlog() == 400
-        assert await shop.epochs.current_number() is not None
+        assert await shop.epoch_number() is not None
 
     async def test_one_killed_amid_events_is_followed_by_another(
         self, open_workshop: OpenWorkshop, valkey_url: str

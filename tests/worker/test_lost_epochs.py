@@ -59,7 +59,7 @@ async def test_a_store_that_lost_its_only_epoch(shop: Workshop) -> None:
     await shop.model.refresh_epoch()
     assert not shop.model.epoch_published
     await meta._tick()
-    assert await shop.epochs.current_number() == 0
+    assert await shop.epoch_number() == 0
 
 
 async def test_nothing_is_derived_from_a_lost_epoch(shop: Workshop) -> None:
@@ -79,7 +79,7 @@ async def test_nothing_is_derived_from_a_lost_epoch(shop: Workshop) -> None:
 
     meta._advance = late
     await meta._tick()
-    assert await shop.epochs.current_number() == 1
+    assert await shop.epoch_number() == 1
     await shop.model.refresh_epoch()
     assert (shop.model.epoch.number, mean(shop)) == (1, 9.0)
 
@@ -110,7 +110,7 @@ async def test_samples_of_lost_events_teach_nobody(open_workshop: OpenWorkshop) 
     kept = await picture(shop.redis)
     await shop.learn({"a": 16})
     await meta._tick()
-    assert await shop.epochs.current_number() == 1
+    assert await shop.epoch_number() == 1
     await set_back(shop.redis, kept)
     await shop.model.refresh_epoch()
     await shop.learn({"a": 16}, first=100)  # the same version, by other events

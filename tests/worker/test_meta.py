@@ -80,7 +80,7 @@ class TestPublishing:
         seen: list[dict[str, int]] = []
 
         async def look() -> None:
-            assert await shop.epochs.current_number() == 0
+            assert await shop.epoch_number() == 0
             seen.append(await epochs_of_users(shop))
 
         before_first(shop.epochs, "publish", look)
@@ -238,7 +238,7 @@ class TestLease:
         self, shop: Workshop, compute: Executor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Otherwise a namespace that takes long to derive would never see another epoch."""
-        monkeypatch.setattr(meta_module, "LEASE_MS", 90)
+        monkeypatch.setattr(meta_module, "TRAINER_LEASE_MS", 90)
         meta = shop.meta()
         await meta._tick()
         await shop.learn({"a": 16})
@@ -320,7 +320,7 @@ class TestRunning:
         await self.stop(shop, running)
 
     async def at(self, shop: Workshop, number: int) -> bool:
-        return await shop.epochs.current_number() == number
+        return await shop.epoch_number() == number
 
     async def test_it_survives_an_outage(self, shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(meta_module, "TICK_S", 0.01)

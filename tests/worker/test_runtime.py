@@ -19,7 +19,7 @@ SETTINGS = WorkerSettings(
 
 
 async def at_epoch(shop: Workshop, number: int) -> bool:
-    return await shop.epochs.current_number() == number
+    return await shop.epoch_number() == number
 
 
 async def test_it_learns_and_derives_until_it_is_told_to_stop(open_workshop: OpenWorkshop, valkey_url: str) -> None:

@@ -183,6 +183,11 @@ class Workshop:
             found |= {user: version for user, (_, version) in (await self.users.versions(partition)).items()}
         return found
 
+    async def epoch_number(self) -> int | None:
+        """Of the newest epoch."""
+        identity = await self.epochs.current_identity()
+        return None if identity is None else identity[0]
+
     async def stamp(self) -> str:
         """What an epoch has to follow to be published now."""
         current = await self.epochs.current()

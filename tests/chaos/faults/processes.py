@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from store.keys import LEARNERS
@@ -45,15 +46,7 @@ def die_at(run: Run, node: Node, place: str) -> None:
 
 def kill_workers(run: Run) -> None:
     """kill -9 of a worker at random times."""
-    ledger = Ledger()
-    with run.deployment(workers=2) as deployment:
-        deployment.start()
-        deployment.keep()
-        with run.load(deployment, ledger):
-            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
-                pause(run)
-                run.rng.choice(deployment.workers).kill()
-        run.close_books(deployment, ledger)
+    _at_random(run, servers=1, workers=2, victims=lambda deployment: deployment.workers)
 
 
 def kill_workers_at_failpoints(run: Run) -> None:
@@ -63,20 +56,24 @@ def kill_workers_at_failpoints(run: Run) -> None:
 
 def kill_servers(run: Run) -> None:
     """kill -9 of a server at random times; clients try again at another, or at the same when it is back."""
-    ledger = Ledger()
-    with run.deployment(servers=2) as deployment:
-        deployment.start()
-        deployment.keep()
-        with run.load(deployment, ledger):
-            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
-                pause(run)
-                run.rng.choice(deployment.servers).kill()
-        run.close_books(deployment, ledger)
+    _at_random(run, servers=2, workers=1, victims=lambda deployment: deployment.servers)
 
 
 def kill_servers_at_failpoints(run: Run) -> None:
     """kill -9 of a server just before it stores events, and just after, when nobody was told yet."""
     _at_failpoints(run, servers=2, workers=1, places=SERVER_FAILPOINTS)
+
+
+def _at_random(run: Run, *, servers: int, workers: int, victims: Callable[[Deployment], Sequence[Node]]) -> None:
+    ledger = Ledger()
+    with run.deployment(servers=servers, workers=workers) as deployment:
+        deployment.start()
+        deployment.keep()
+        with run.load(deployment, ledger):
+            while run.going() or len(ledger.acknowledged()) < BUSY_EVENTS:
+                pause(run)
+                run.rng.choice(victims(deployment)).kill()
+        run.close_books(deployment, ledger)
 
 
 def _at_failpoints(run: Run, *, servers: int, workers: int, places: tuple[str, ...]) -> None:
