@@ -100,7 +100,14 @@ def translate_errors() -> Iterator[None]:
     except driver.AuthenticationError as error:
         # A subclass of ConnectionError in the driver, yet waiting does not mend a wrong password.
         raise StoreError(f"the store refused the credentials: {error}") from error
-    except (driver.ConnectionError, driver.TimeoutError, driver.ClusterDownError, OSError) as error:
+    except (
+        driver.ConnectionError, driver.TimeoutError, driver.ClusterDownError, driver.InvalidResponse, OSError
+    ) as error:  # fmt: skip
+        raise StoreUnavailable(f"the store does not answer: {error}") from error
+    except RuntimeError as error:
+        # How uvloop tells that a connection was closed between two writes to it.
+        if "closed" not in str(error):
+            raise
         raise StoreUnavailable(f"the store does not answer: {error}") from error
     except driver.RedisError as error:
         if is_transient(error):
