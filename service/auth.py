@@ -10,13 +10,19 @@ import hmac
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Final, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
-from fastapi import Request, Security
+from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
 from service.edge import edge_of
 from service.errors import Forbidden, Unauthorized
+
+if TYPE_CHECKING:
+    from service.engine import Engine
+else:
+    # FastAPI reads the types of what it injects, and the engine's module would import torch.
+    Engine = Any
 
 KEY_HEADER: Final = "X-API-Key"
 KEY_BYTES: Final = 32
@@ -57,20 +63,27 @@ def is_known(key: str, digests: Iterable[str]) -> bool:
     return known
 
 
-async def require_client(request: Request, key: Annotated[str | None, Security(_header)]) -> None:
-    """Refuse a request without a client's or an admin's key, if keys are configured."""
-    settings = edge_of(request).settings
-    if not settings.has_keys:
-        return
-    if key is None:
-        raise Unauthorized(f"Send a key in the {KEY_HEADER} header.")
-    if not is_known(key, [*settings.client_keys, *settings.admin_keys]):
-        raise Unauthorized(f"The key in the {KEY_HEADER} header is not known here.")
+async def require_client(request: Request, key: Annotated[str | None, Security(_header)]) -> Engine:
+    """The engine that answers; refuses a request without a client's or an admin's key, if keys are configured."""
+    edge = edge_of(request)
+    settings = edge.settings
+    if settings.has_keys:
+        if key is None:
+            raise Unauthorized(f"Send a key in the {KEY_HEADER} header.")
+        if not is_known(key, [*settings.client_keys, *settings.admin_keys]):
+            raise Unauthorized(f"The key in the {KEY_HEADER} header is not known here.")
+    return edge.engine
 
 
-async def require_admin(request: Request, key: Annotated[str | None, Security(_header)]) -> None:
-    """Refuse a request without an admin's key, if any keys are configured."""
-    await require_client(request, key)
+async def require_admin(request: Request, key: Annotated[str | None, Security(_header)]) -> Engine:
+    """The same for what needs an admin's key."""
+    engine = await require_client(request, key)
     settings = edge_of(request).settings
     if settings.has_keys and not is_known(key or "", settings.admin_keys):
         raise Forbidden("This needs an admin's key: one whose digest is in METABAN_ADMIN_KEYS.")
+    return engine
+
+
+#: The engine of whoever asks, for routes that a client may call, and for those that only an admin may.
+ClientEngine = Annotated[Engine, Depends(require_client)]
+AdminEngine = Annotated[Engine, Depends(require_admin)]

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, Self, TypeVar, final
-from uuid import uuid4
 
-import numpy as np
 import structlog
 
-from models.device import choose_device
-from models.exploration import build_policy, decision_draws, draw_slate
-from models.features import FeatureError, FeatureLayout, assemble, infer_layout
-from models.presets import build_learner
 from models.settings import LearnerSettings, stored_settings
 from models.threads import use_threads
 from service.breaker import StoreBreaker
@@ -25,26 +17,21 @@ from service.contracts import (
     FeedbackOutcome,
     Recommendation,
     RecommendCommand,
-    Rejection,
     RewardCommand,
     UserDescription,
 )
-from service.errands import Errands
-from service.errors import InvalidInput, Unavailable
+from service.deciding import Decider
 from service.metrics import Metrics
-from service.records import now_ms, recommendation_of, reward_event
-from service.replica import Replica
-from service.scorer import Scorer
-from service.served import ScoreRequest, ServedModel
+from service.rewarding import RewardDesk
+from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings
 from service.snapshots import SnapshotDesk
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
-from store.decisions import DecidedItem, Decision, DecisionStore
+from store.decisions import DecisionStore
 from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
-from store.events import Enqueued, EventStream, RewardEvent
-from store.failpoints import reach
+from store.events import EventStream
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
 
@@ -56,23 +43,12 @@ Result = TypeVar("Result")
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What exists once the feature layout is known."""
-
-    layout: FeatureLayout
-    replica: Replica
-    scorer: Scorer
-
-
-@final
 class Engine:
     """One namespace, served."""
 
     def __init__(self, settings: Settings, redis_url: str, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
         self._redis = connect(redis_url, max_connections=REQUEST_CONNECTIONS + settings.partitions)
         # Connections of their own: those that wait for a replica that hangs must leave some to everyone else.
         self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
@@ -83,8 +59,7 @@ class Engine:
         self._breaker = StoreBreaker(self._probe, trust_calls=not self._clustered)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
-        self._opening = asyncio.Lock()
-        self._serving: Serving | None = None
+        self._room: ServingRoom | None = None
         self._desk: SnapshotDesk | None = None
 
     @classmethod
@@ -114,8 +89,12 @@ class Engine:
             confirm=self._confirmation(info),
         )
         self._desk = SnapshotDesk(self._redis, settings, self._record)
-        if self._record.layout is not None:
-            self._serving = await self._open(FeatureLayout.from_json(self._record.layout))
+        self._room = ServingRoom(
+            settings, self._namespaces, self._record, self._users, self._epochs, self._compute, self._metrics
+        )
+        self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, self._room)
+        self._rewards = RewardDesk(settings, self._breaker, self._users, self._decisions, self._events, self._room)
+        await self._room.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
 
@@ -124,8 +103,8 @@ class Engine:
         if self._desk is not None:
             await self._desk.jobs.stop()
         await self._breaker.stop()
-        if self._serving is not None:
-            await self._serving.replica.stop()
+        if self._room is not None:
+            await self._room.stop()
         self._compute.shutdown()
         await self._redis.aclose()
         await self._confirming.aclose()
@@ -133,106 +112,16 @@ class Engine:
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
-        store = Errands(self._breaker, go_on=self._settings.store_outage == "serve")
-        decision_id = command.decision_id or uuid4().hex
-        if command.decision_id is not None:
-            earlier = await store.run(lambda: self._decisions.get(decision_id))
-            if earlier is not None:
-                return recommendation_of(earlier, command.fingerprint, replayed=True)
-        features = [arm.features for arm in command.arms]
-        try:
-            serving = self._serving or await self._begin(command)
-            inputs = assemble(serving.layout, features, command.context)
-        except FeatureError as error:
-            raise InvalidInput(error.field, error.message) from error
-        loaded = None
-        if command.user_id not in serving.replica:
-            # Not found, or not to be asked for now: the meta-learner answers.
-            states = await store.run(lambda: self._users.load([command.user_id])) or {}
-            await serving.replica.take(states.values())
-            loaded = states.get(command.user_id)
-        scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
-        sound = np.isfinite(scores.mean + scores.bonus)
-        if not sound.all():
-            raise InvalidInput(
-                ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
-            )
-        draws = decision_draws(self._record.seed, decision_id)
-        slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, draws)
-        decision = Decision(
-            decision_id=decision_id,
-            user_id=command.user_id,
-            fingerprint=command.fingerprint,
-            items=tuple(
-                DecidedItem(
-                    arm_id=command.arms[arm].id,
-                    rank=place + 1,
-                    score=float(scores.mean[arm] + scores.bonus[arm]),
-                    mean=float(scores.mean[arm]),
-                    bonus=float(scores.bonus[arm]),
-                    propensity=propensity,
-                    group_size=int(scores.group_size[arm]),
-                )
-                for place, (arm, propensity) in enumerate(zip(slate.chosen, slate.propensities, strict=True))
-            ),
-            features=inputs[list(slate.chosen)],
-            phi=scores.phi[list(slate.chosen)],
-            policy=self._policy.name,
-            epoch=scores.epoch,
-            user_version=scores.user_events,
-            cold_start=None if scores.user_events else "meta",
-            created_ms=now_ms(),
-            incarnation=scores.incarnation,
-        )
-        # Whoever raced us with the same id and was first has decided for both.
-        standing = await store.run(lambda: self._decisions.put(decision))
-        if standing is None:
-            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
-        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+        return await self._decider.recommend(command)
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
-        ids = list(dict.fromkeys(command.decision_id for command in commands))
-        decisions = await self._breaker.call(lambda: asyncio.gather(*map(self._decisions.get, ids)))
-        found = dict(zip(ids, decisions, strict=True))
-        events: dict[int, RewardEvent] = {}
-        rejected: dict[int, Rejection] = {}
-        for index, command in enumerate(commands):
-            outcome = reward_event(command, found[command.decision_id], index)
-            if isinstance(outcome, Rejection):
-                rejected[index] = outcome
-            else:
-                events[index] = outcome
-        reach("server-before-enqueue")
-        answers = await self._breaker.call(lambda: self._events.enqueue(list(events.values()))) if events else []
-        reach("server-after-enqueue")
-        stored = dict(zip(events, answers, strict=True))
-        for index, entry in stored.items():
-            if entry.status == "void":
-                rejected[index] = Rejection(index, "user-reset", "the user began anew since: the reward has no effect")
-        applied: bool | None = None
-        if wait_applied:
-            waits = [self._wait(events[index], entry) for index, entry in stored.items() if index not in rejected]
-            applied = bool(waits) and all(await asyncio.gather(*waits))
-        accepted = sum(entry.status == "accepted" for entry in answers)
-        duplicates = sum(entry.status == "duplicate" for entry in answers)
-        return FeedbackOutcome(accepted, duplicates, tuple(rejected[index] for index in sorted(rejected)), applied)
+        return await self._rewards.feedback(commands, wait_applied=wait_applied)
 
-    async def _wait(self, event: RewardEvent, entry: Enqueued) -> bool:
-        """Whether a stored event is served within the time limit."""
-        if self._serving is None:
-            return False
-        replica = self._serving.replica
-        known = entry.status == "accepted" or replica.saw(entry.partition, entry.entry_id)
-        if not known and not await self._breaker.call(lambda: self._events.exists(entry.partition, entry.entry_id)):
-            # Finished before this process was told of it, perhaps before it was started.
-            states = await self._breaker.call(lambda: self._users.load([event.user_id]))
-            await replica.take(states.values())
-            began_anew = event.user_id in states and states[event.user_id].incarnation != event.incarnation
-            return not began_anew and not await self._breaker.call(
-                lambda: self._events.buried(entry.partition, entry.entry_id)
-            )
-        return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
+    @property
+    def _serving(self) -> Serving | None:
+        """What serves, once the feature layout is known."""
+        return None if self._room is None else self._room.serving
 
     @property
     def snapshots(self) -> SnapshotDesk:
@@ -317,53 +206,6 @@ class Engine:
             # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
             await drop_idle(self._redis)
             await drop_idle(self._confirming)
-
-    async def _begin(self, command: RecommendCommand) -> Serving:
-        """Start to serve by what the first request shows; that takes a store."""
-        try:
-            return await self._breaker.call(lambda: self._first_layout(command))
-        except StoreUnavailable as error:
-            raise Unavailable(
-                "The store does not answer, and nothing is in memory yet to decide from; try again later."
-            ) from error
-
-    async def _first_layout(self, command: RecommendCommand) -> Serving:
-        """Fix the feature layout by the first request; of several first requests one wins."""
-        async with self._opening:
-            if self._serving is None:
-                settings = self._settings
-                layout = infer_layout(
-                    [arm.features for arm in command.arms],
-                    command.context,
-                    products=settings.context_products,
-                    intercept=settings.intercept,
-                    hash_dimension=settings.hash_dimension,
-                    max_dimension=settings.max_dimension,
-                )
-                # Nothing is fixed by a request that does not fit even its own layout.
-                assemble(layout, [arm.features for arm in command.arms], command.context)
-                current = await self._namespaces.load(self._record.name) or self._record
-                if current.layout is None:
-                    current = await self._namespaces.set_layout(current, layout.to_json())
-                self._record = current
-                self._serving = await self._open(FeatureLayout.from_json(current.layout or layout.to_json()))
-                log.info("feature layout fixed", **(current.layout or {}))
-            return self._serving
-
-    async def _open(self, layout: FeatureLayout) -> Serving:
-        settings = self._settings
-        learner = build_learner(stored_settings(self._record.learner), layout.dimension)
-        model = ServedModel(
-            learner,
-            choose_device(settings.device),
-            pool_max=settings.candidate_pool,
-            guests_max=settings.active_users_max,
-        )
-        replica = Replica(
-            self._users, self._epochs, model, self._compute, self._metrics, partitions=self._record.partitions
-        )
-        await replica.start()
-        return Serving(layout, replica, Scorer(model, self._compute))
 
     async def _reconcile(self, record: NamespaceRecord, wanted: LearnerSettings) -> NamespaceRecord:
         """Take over changed learner settings, unless stored learners would no longer mean the same."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, final
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.auth import require_admin
-from service.edge import edge_of
+from service.auth import AdminEngine
 from service.errors import Forbidden, InvalidInput, NotFound, NotReplayable, Overloaded, Unauthorized, Unavailable
 from service.openapi import problem_responses
 from store.dead_letters import DeadLetter
@@ -19,7 +18,7 @@ PAGE_LETTERS_MAX = 200
 #: Letters that one call tries to put back.
 REPLAYED_AT_ONCE = 1_000
 
-router = APIRouter(prefix="/admin/dead-letters", tags=["dead letters"], dependencies=[Depends(require_admin)])
+router = APIRouter(prefix="/admin/dead-letters", tags=["dead letters"])
 
 Partition = Annotated[int, Path(ge=0, description="As listed.")]
 LetterId = Annotated[str, Path(max_length=64, description="As listed.", examples=["1767225600000-0"])]
@@ -131,14 +130,14 @@ class DiscardedOut(BaseModel):
     responses=problem_responses(Unauthorized, Forbidden, InvalidInput, Unavailable),
 )
 async def letters(
-    request: Request,
+    engine: AdminEngine,
     limit: Annotated[int, Query(ge=1, le=PAGE_LETTERS_MAX)] = PAGE_LETTERS,
     cursor: Annotated[str | None, Query(max_length=64, description="Of the page before.")] = None,
     order: Annotated[Literal["newest", "oldest"], Query(description="Which come first.")] = "newest",
 ) -> LettersOut:
     """The dead letters of all partitions."""
     try:
-        page = await edge_of(request).engine.ask_events(
+        page = await engine.ask_events(
             lambda events: events.dead_letters(limit=limit, cursor=cursor, newest_first=order == "newest")
         )
     except ValueError:
@@ -152,15 +151,13 @@ async def letters(
     responses=problem_responses(Unauthorized, Forbidden, InvalidInput, Overloaded, Unavailable),
 )
 async def replay_all(
-    request: Request,
+    engine: AdminEngine,
     cursor: Annotated[str | None, Query(max_length=64, description="Of the call before.")] = None,
 ) -> ReplayedAllOut:
     """Put back the letters there are now, up to 1,000 in one call. After a 503 some are put back; the same call again
     goes on."""
     try:
-        done = await edge_of(request).engine.ask_events(
-            lambda events: events.replay_everything(most=REPLAYED_AT_ONCE, cursor=cursor)
-        )
+        done = await engine.ask_events(lambda events: events.replay_everything(most=REPLAYED_AT_ONCE, cursor=cursor))
     except ValueError:
         raise InvalidInput(("cursor",), "is not one that this call has answered with") from None
     return ReplayedAllOut(replayed=done.replayed, refused=done.refused, cursor=done.cursor)
@@ -173,9 +170,9 @@ async def replay_all(
         Unauthorized, Forbidden, NotFound, NotReplayable, InvalidInput, Overloaded, Unavailable
     ),
 )
-async def replay(request: Request, partition: Partition, letter_id: LetterId) -> ReplayedOut:
+async def replay(engine: AdminEngine, partition: Partition, letter_id: LetterId) -> ReplayedOut:
     """Put an event back, its attempts forgotten. It is learned once, or comes to the dead letters again."""
-    answer = await edge_of(request).engine.ask_events(lambda events: events.replay(partition, letter_id))
+    answer = await engine.ask_events(lambda events: events.replay(partition, letter_id))
     if answer.status == "unknown":
         raise NotFound("No such letter: it was replayed, discarded or never there.")
     if answer.status == "refused":
@@ -188,8 +185,8 @@ async def replay(request: Request, partition: Partition, letter_id: LetterId) ->
     summary="Throw one away",
     responses=problem_responses(Unauthorized, Forbidden, NotFound, InvalidInput, Unavailable),
 )
-async def discard(request: Request, partition: Partition, letter_id: LetterId) -> DiscardedOut:
+async def discard(engine: AdminEngine, partition: Partition, letter_id: LetterId) -> DiscardedOut:
     """Delete a letter for good: its reward is not learned."""
-    if not await edge_of(request).engine.ask_events(lambda events: events.discard(partition, letter_id)):
+    if not await engine.ask_events(lambda events: events.discard(partition, letter_id)):
         raise NotFound("No such letter: it was replayed, discarded or never there.")
     return DiscardedOut()

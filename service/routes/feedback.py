@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from service.auth import require_client
+from service.auth import ClientEngine
 from service.contracts import Rejection
 from service.edge import edge_of
 from service.errors import (
@@ -26,7 +26,7 @@ from service.intake import parse_json, read_body, reward_commands
 from service.openapi import json_body, problem_responses
 from service.schemas import FEEDBACK_EXAMPLES, FeedbackResponse, RejectionOut, RewardBatch, RewardIn
 
-router = APIRouter(tags=["recommendations"], dependencies=[Depends(require_client)])
+router = APIRouter(tags=["recommendations"])
 
 
 @router.post(
@@ -48,6 +48,7 @@ router = APIRouter(tags=["recommendations"], dependencies=[Depends(require_clien
 )
 async def feedback(
     request: Request,
+    engine: ClientEngine,
     wait: Annotated[
         Literal["applied"] | None,
         Query(description="`applied`: answer when the served model has learned the rewards, or the wait ran out."),
@@ -60,7 +61,7 @@ async def feedback(
     """
     commands, batch = reward_commands(parse_json(await read_body(request)))
     edge = edge_of(request)
-    outcome = await edge.engine.feedback(commands, wait_applied=wait == "applied")
+    outcome = await engine.feedback(commands, wait_applied=wait == "applied")
     edge.metrics.count_rewards(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected))
     if not batch and outcome.rejected and (error := _single_error(outcome.rejected[0])):
         raise error

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Path, Query
 
-from service.auth import require_admin
-from service.edge import edge_of
+from service.auth import AdminEngine
 from service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized, Unavailable
 from service.jobs import Job
 from service.openapi import problem_responses
 from service.schemas import JobOut, ProgressOut, SnapshotListOut, SnapshotOut
 from store.snapshot_names import ID_PATTERN, NAME_PATTERN, is_free_name
 
-router = APIRouter(tags=["administration"], dependencies=[Depends(require_admin)])
+router = APIRouter(tags=["administration"])
 
 SnapshotId = Annotated[str, Path(pattern=f"^{ID_PATTERN.pattern}$", examples=["20260301T060000Z-ab12cd"])]
 
@@ -27,14 +26,13 @@ SnapshotId = Annotated[str, Path(pattern=f"^{ID_PATTERN.pattern}$", examples=["2
     responses=problem_responses(Unauthorized, Forbidden, JobRunning, InvalidInput, Unavailable),
 )
 async def create(
-    request: Request,
+    engine: AdminEngine,
     name: Annotated[
         str, Query(pattern=f"^({NAME_PATTERN.pattern})?$", description="To find it by.", examples=["before-release"])
     ] = "",
 ) -> JobOut:
     """Keep everything learned in a file under `METABAN_DATA_DIR/snapshots` of this machine; requests and learning go
     on meanwhile. Look after the job at `/admin/jobs/{id}`."""
-    engine = edge_of(request).engine
     if not is_free_name(name):
         raise InvalidInput(("name",), "stands for another snapshot: neither `latest` nor the form of an id will do")
     engine.require_store()
@@ -47,13 +45,13 @@ async def create(
     responses=problem_responses(Unauthorized, Forbidden, JobRunning, InvalidInput),
 )
 async def show(
-    request: Request,
+    engine: AdminEngine,
     verify: Annotated[
         bool, Query(description="Read every snapshot whole; takes its time, and is done for one at a time.")
     ] = False,
 ) -> SnapshotListOut:
     """The snapshots on this machine, the newest first."""
-    listed = await edge_of(request).engine.snapshots.list(verify=verify)
+    listed = await engine.snapshots.list(verify=verify)
     return SnapshotListOut(
         snapshots=[
             SnapshotOut(
@@ -80,11 +78,10 @@ async def show(
     status_code=202,
     responses=problem_responses(Unauthorized, Forbidden, NotFound, JobRunning, InvalidInput, Unavailable),
 )
-async def restore(request: Request, snapshot_id: SnapshotId) -> JobOut:
+async def restore(engine: AdminEngine, snapshot_id: SnapshotId) -> JobOut:
     """Put every user and the shared model back, while requests are answered. The snapshot is verified first, and a
     damaged one changes nothing. What was learned since is gone, and rewards of earlier decisions no longer count,
     except of users of whom nothing had been learned by then."""
-    engine = edge_of(request).engine
     engine.require_store()
     return _shown(await engine.snapshots.restore(snapshot_id))
 
@@ -94,9 +91,9 @@ async def restore(request: Request, snapshot_id: SnapshotId) -> JobOut:
     summary="How is a job doing?",
     responses=problem_responses(Unauthorized, Forbidden, NotFound),
 )
-async def job(request: Request, job_id: Annotated[str, Path(max_length=64)]) -> JobOut:
+async def job(engine: AdminEngine, job_id: Annotated[str, Path(max_length=64)]) -> JobOut:
     """State and progress of a job that this process was asked for."""
-    return _shown(edge_of(request).engine.snapshots.jobs.get(job_id))
+    return _shown(engine.snapshots.jobs.get(job_id))
 
 
 def _shown(job: Job) -> JobOut:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, final
 
-from fastapi import APIRouter, Depends, Path, Request
+from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.auth import require_admin
-from service.edge import edge_of
+from service.auth import AdminEngine
 from service.errors import Forbidden, InvalidInput, NotFound, Unauthorized, Unavailable
 from service.openapi import problem_responses
 from service.schemas import Identifier
 
-router = APIRouter(prefix="/admin/users", tags=["users"], dependencies=[Depends(require_admin)])
+router = APIRouter(prefix="/admin/users", tags=["users"])
 
 UserId = Annotated[Identifier, Path(description="As in POST /recommend; percent-encoded where a URL needs it.")]
 
@@ -62,9 +61,9 @@ class ForgottenOut(BaseModel):
     summary="What is stored of a user",
     responses=problem_responses(Unauthorized, Forbidden, NotFound, InvalidInput, Unavailable),
 )
-async def describe(request: Request, user_id: UserId) -> UserOut:
+async def describe(engine: AdminEngine, user_id: UserId) -> UserOut:
     """404 for a user of whom no reward was ever learned, and who was neither forgotten nor dropped by a restore."""
-    found = await edge_of(request).engine.describe_user(user_id)
+    found = await engine.describe_user(user_id)
     if found is None:
         raise NotFound("No reward of this user was ever learned.")
     stored = found.stored
@@ -84,10 +83,10 @@ async def describe(request: Request, user_id: UserId) -> UserOut:
     summary="Forget a user",
     responses=problem_responses(Unauthorized, Forbidden, InvalidInput, Unavailable),
 )
-async def forget(request: Request, user_id: UserId) -> ForgottenOut:
+async def forget(engine: AdminEngine, user_id: UserId) -> ForgottenOut:
     """Delete the user's learner, samples and dead letters, and void the rewards under way.
 
     Works for a user never seen, too, of whom a decision may be under way. Decisions that were made before can still be
     repeated until their reward window ends, but their rewards are refused with `user-reset`.
     """
-    return ForgottenOut(user_id=user_id, incarnation=await edge_of(request).engine.forget_user(user_id))
+    return ForgottenOut(user_id=user_id, incarnation=await engine.forget_user(user_id))
