@@ -6,7 +6,7 @@ versions and its types are unions of values and awaitables, so `command` and `pi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ __all__ = [
     "pipeline",
     "pipeline_with_errors",
     "refusal_code",
+    "scan",
     "stream_entries",
 ]
 
@@ -51,6 +52,8 @@ BLOCK_SHARE = 0.5
 UNLIMITED_BLOCK_MS = 5_000
 #: Commands sent in one go; a longer pipeline would hold all its replies in the server's memory.
 PIPELINE_COMMANDS = 1_000
+#: Keys looked at by one step of a scan.
+SCAN_KEYS = 1_000
 #: The cursor of a stream before its first entry.
 BEFORE_ALL = "0-0"
 #: Oldest server whose scripts and streams behave as ours need.
@@ -171,6 +174,18 @@ async def pipeline_with_errors(
         else:
             replies += await redis.send(part, confirm)
     return replies
+
+
+async def scan(redis: Store, pattern: str) -> AsyncIterator[list[bytes]]:
+    """The keys that match, some at a time; a key may come twice, and one made or deleted meanwhile may or may not."""
+    for node in [redis] if isinstance(redis, Redis) else await redis.primaries():
+        cursor = "0"
+        while True:
+            reply = await send_one(node, "SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_KEYS)
+            yield [as_bytes(key) for key in reply[1]]
+            cursor = as_text(reply[0])
+            if cursor == "0":
+                break
 
 
 def refusal_code(error: BaseException) -> str:

@@ -4,6 +4,9 @@ Prefix `metaban:`; then a hash tag, so that all that one script touches lives in
 `{namespace:meta}` for what a namespace shares, `{namespace:pNN}` for one partition of its users. Ids come
 last and may hold anything, braces too: only the first tag of a key counts.
 
+    key of the store       type    meaning                                                     expiry
+    {namespaces}:names     set     names of all namespaces                                     none
+
     key of the meta slot   type    meaning                                                     expiry
     namespace              string  NamespaceRecord as JSON                                     none
     epoch                  hash    number, blob, stamp, follows: the current Epoch; the stamp
@@ -14,6 +17,8 @@ last and may hold anything, braces too: only the first tag of a key counts.
     refits                 string  refits begun, ever: the number of the latest                none
     restoring              hash    generation, token, snapshot, target: a restore not finished none
     restores               string  restores begun, ever: the generation of the latest          none
+    audit                  stream  a, m, p, r, d: who did what of an admin's, and with which
+                                   request                                                     capped
 
     key of a partition     type    meaning                                                     expiry
     marker                 string  the store epoch; missing after FLUSHALL                     none
@@ -42,6 +47,8 @@ from hashlib import blake2b
 from typing import Final, final
 
 PREFIX: Final = "metaban"
+#: The names of all namespaces.
+NAMESPACE_NAMES: Final = f"{PREFIX}:{{namespaces}}:names"
 #: The consumer group of the workers on every event stream.
 LEARNERS: Final = "learners"
 NAMESPACE_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
@@ -100,6 +107,10 @@ class NamespaceKeys:
     def restores(self) -> str:
         return self._meta("restores")
 
+    @property
+    def audit(self) -> str:
+        return self._meta("audit")
+
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")
 
@@ -142,6 +153,11 @@ class NamespaceKeys:
 
     def decision(self, decision_id: str) -> str:
         return self._in(self.partition_of(decision_id), f"decision:{decision_id}")
+
+    @property
+    def every_pattern(self) -> str:
+        """What all keys of the namespace match, and none of another."""
+        return f"{PREFIX}:{{{self.namespace}:*"
 
     def _meta(self, name: str) -> str:
         return f"{PREFIX}:{{{self.namespace}:meta}}:{name}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, final
 from uuid import uuid4
 
-from store.connection import Store, as_bytes, as_int, as_text, command, pipeline
+from store.connection import Store, as_bytes, as_int, as_text, command, pipeline, scan
 from store.errors import CorruptRecord, NamespaceConflict, StoreReset
 from store.events import create_groups
-from store.keys import NamespaceKeys
+from store.keys import NAMESPACE_NAMES, NamespaceKeys
 from store.scripts import load_script
 
 Json: TypeAlias = Any
@@ -21,7 +21,10 @@ MAX_RACES = 16
 @final
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """What is fixed or agreed for a namespace; `learner` and `layout` mean nothing to the store."""
+    """What is fixed or agreed for a namespace; `learner`, `layout` and `overrides` mean nothing to the store.
+
+    A deleted one leaves its record behind: whoever still serves it can tell that from a store that lost everything.
+    """
 
     name: str
     partitions: int
@@ -30,7 +33,9 @@ class NamespaceRecord:
     learner: dict[str, Json]
     layout: dict[str, Json] | None
     revision: int
-    state: Literal["creating", "ready"]
+    state: Literal["creating", "ready", "deleted"]
+    #: Settings in which the namespace differs from the deployment's.
+    overrides: dict[str, Json] = field(default_factory=dict)
 
     @property
     def keys(self) -> NamespaceKeys:
@@ -53,8 +58,9 @@ class NamespaceRecord:
                 "revision": int,
             }
             wrong = [name for name, kind in types.items() if not isinstance(fields[name], kind)]
-            if wrong or not isinstance(record.layout, dict | None) or record.state not in ("creating", "ready"):
-                raise CorruptRecord(f"a namespace record has wrong fields: {wrong or ['layout or state']}")
+            optional = isinstance(record.layout, dict | None) and isinstance(record.overrides, dict)
+            if wrong or not optional or record.state not in ("creating", "ready", "deleted"):
+                raise CorruptRecord(f"a namespace record has wrong fields: {wrong or ['layout, overrides or state']}")
             NamespaceKeys(record.name, record.partitions)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptRecord(f"not a namespace record: {error}") from error
@@ -69,22 +75,41 @@ class Namespaces:
         self._redis = redis
         self._replace = load_script(redis, "namespace")
 
+    async def names(self) -> list[str]:
+        """All namespaces, in alphabetical order."""
+        return sorted(as_text(name) for name in await command(self._redis, "SMEMBERS", NAMESPACE_NAMES))
+
     async def open_or_create(
-        self, name: str, *, partitions: int, seed: int, learner: dict[str, Json]
+        self,
+        name: str,
+        *,
+        partitions: int,
+        seed: int,
+        learner: dict[str, Json],
+        layout: dict[str, Json] | None = None,
+        overrides: dict[str, Json] | None = None,
     ) -> NamespaceRecord:
         """The namespace, created if there is none; a creation that was interrupted is completed.
 
-        `seed` and `learner` count for a new namespace only. Raises NamespaceConflict when it exists with
-        another number of partitions, StoreReset when partitions lost their markers or carry another store's.
+        All but the name count for a new namespace only. Raises NamespaceConflict when it exists with another number of
+        partitions, StoreReset when partitions lost their markers or carry another store's.
         """
-        fresh = NamespaceRecord(name, partitions, uuid4().hex, seed, learner, None, 0, "creating")
+        fresh = NamespaceRecord(name, partitions, uuid4().hex, seed, learner, layout, 0, "creating", overrides or {})
         stored = await command(self._redis, "SET", fresh.keys.record, fresh.encode(), "NX", "GET")
         record = fresh if stored is None else NamespaceRecord.decode(as_bytes(stored))
+        if record.state == "deleted":
+            record = await self._succeed(record, fresh)
         if record.partitions != partitions:
             raise NamespaceConflict(
                 f"namespace {name} has {record.partitions} partitions, not {partitions}: they are fixed when "
                 "it is created, so ask for that number or use another namespace"
             )
+        return await self.open(record)
+
+    async def open(self, record: NamespaceRecord) -> NamespaceRecord:
+        """A namespace that was loaded, checked, and completed if its creation was interrupted."""
+        # Before it is ready: whoever is told of it finds it, or waits for it.
+        await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
         if record.state == "creating":
             await self.revive(record)
             return await self._finish(record)
@@ -140,6 +165,32 @@ class Namespaces:
             )
         return wanted
 
+    async def change(self, record: NamespaceRecord, **changes: Json) -> NamespaceRecord | None:
+        """The record with some fields changed; None when somebody else changed it first."""
+        wanted = replace(record, **changes, revision=record.revision + 1)
+        return wanted if await self._compare_and_set(record, wanted) is None else None
+
+    async def delete(self, record: NamespaceRecord) -> None:
+        """Delete a namespace with all it has; only the word of it stays, in its record.
+
+        Without its markers no script writes into it any more. What a request under way still writes expires.
+        """
+        while record.state != "deleted":
+            gone = await self.change(record, state="deleted", layout=None, overrides={})
+            record = gone or await self.load(record.name) or replace(record, state="deleted")
+        keys = record.keys
+        await pipeline(self._redis, [("DEL", keys.marker(partition)) for partition in range(record.partitions)])
+        async for found in scan(self._redis, keys.every_pattern):
+            doomed = [key for key in found if key != keys.record.encode()]
+            await pipeline(self._redis, [("UNLINK", key) for key in doomed])
+        await command(self._redis, "SREM", NAMESPACE_NAMES, record.name)
+
+    async def _succeed(self, deleted: NamespaceRecord, fresh: NamespaceRecord) -> NamespaceRecord:
+        """Begin anew under a name whose namespace was deleted; of several who do one wins."""
+        wanted = replace(fresh, revision=deleted.revision + 1)
+        current = await self._compare_and_set(deleted, wanted)
+        return wanted if current is None else current
+
     async def _finish(self, record: NamespaceRecord) -> NamespaceRecord:
         """Mark a namespace ready, or find that somebody else who completed it did."""
         ready = replace(record, state="ready", revision=record.revision + 1)
@@ -154,7 +205,7 @@ class Namespaces:
         if done:
             return None
         current = NamespaceRecord.decode(as_bytes(stored[0])) if stored else None
-        if current is None or current.store_epoch != record.store_epoch:
+        if current is None or (current.store_epoch != record.store_epoch and record.state != "deleted"):
             raise StoreReset(f"the record of namespace {record.name} vanished or is of another store")
         return current
 

@@ -139,3 +139,56 @@ async def test_record_with_wrong_fields(redis: Redis):
         blob = replace(record, **change).encode()
         with pytest.raises(CorruptRecord):
             NamespaceRecord.decode(blob)
+
+
+async def test_names_are_known_from_creation_to_deletion(redis: Redis):
+    namespaces = Namespaces(redis)
+    assert await namespaces.names() == []
+    record = await open_shop(redis)
+    await namespaces.open_or_create("books", partitions=1, seed=0, learner={}, overrides={"epsilon": 0.1})
+    assert await namespaces.names() == ["books", "shop"]
+    await namespaces.delete(record)
+    assert await namespaces.names() == ["books"]
+    books = await namespaces.load("books")
+    assert books is not None
+    assert books.overrides == {"epsilon": 0.1}
+
+
+async def test_a_deleted_namespace_leaves_its_record_and_nothing_else(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    near = await namespaces.open_or_create("shop-2", partitions=2, seed=0, learner={})
+    await redis.set(record.keys.user("u"), "anything")
+    await redis.set(near.keys.user("u"), "anything")
+    await namespaces.delete(record)
+    left = [key async for key in redis.scan_iter("metaban:{shop:*")]
+    assert left == [record.keys.record.encode()]
+    kept = await namespaces.load("shop")
+    assert kept is not None
+    assert kept.state == "deleted"
+    assert await redis.get(near.keys.user("u")) == b"anything"
+    assert await namespaces.open(near) == near
+    await namespaces.delete(kept)  # once more does no harm
+
+
+async def test_a_name_is_free_again_after_deletion(redis: Redis):
+    namespaces = Namespaces(redis)
+    first = await open_shop(redis)
+    await namespaces.delete(first)
+    records = await asyncio.gather(*(open_shop(redis, partitions=3, seed=n) for n in range(4)))
+    assert len({record.store_epoch for record in records}) == 1
+    assert records[0].store_epoch != first.store_epoch
+    assert records[0].revision > first.revision
+    assert await namespaces.names() == ["shop"]
+    with pytest.raises(StoreReset):
+        await namespaces.replace_learner(first, {"b": 1})
+
+
+async def test_a_change_of_another_is_not_written_over(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    changed = await namespaces.change(record, overrides={"alpha": 1.0})
+    assert changed is not None
+    assert await namespaces.load("shop") == changed
+    assert await namespaces.change(record, overrides={"alpha": 2.0}) is None
+    assert await namespaces.load("shop") == changed

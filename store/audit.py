@@ -1,0 +1,61 @@
+"""What admins did: one line each in a capped stream, without secrets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from store.connection import Store, as_text, command, parse_entries
+from store.errors import CorruptRecord
+from store.keys import NamespaceKeys
+
+#: Lines kept, at least; older ones go.
+AUDIT_CAP: Final = 10_000
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AuditLine:
+    """One thing done; `cursor` is its place in the log, and begins with the time in milliseconds."""
+
+    actor: str  # the first digits of the digest of the key; empty where no keys are set
+    action: str  # method and route, such as PATCH /admin/config
+    target: str  # what the path named
+    request_id: str
+    detail: dict[str, Any]
+    cursor: str = ""
+
+    @property
+    def at_ms(self) -> int:
+        return int(self.cursor.partition("-")[0])
+
+    @staticmethod
+    def decode(cursor: str, fields: dict[bytes, bytes]) -> AuditLine:
+        try:
+            detail = json.loads(fields[b"d"])
+            actor, action, target, request_id = (as_text(fields[name]) for name in (b"a", b"m", b"p", b"r"))
+            return AuditLine(actor, action, target, request_id, dict(detail), cursor)
+        except (KeyError, ValueError, TypeError) as error:
+            raise CorruptRecord(f"not a line of the audit log: {error!r}") from error
+
+
+@final
+class AuditLog:
+    """The audit log of one namespace."""
+
+    def __init__(self, redis: Store, keys: NamespaceKeys) -> None:
+        self._redis = redis
+        self._keys = keys
+
+    async def add(self, line: AuditLine) -> None:
+        """Write a line; the store says when it was."""
+        detail = json.dumps(line.detail, separators=(",", ":"), allow_nan=False)
+        fields = ("a", line.actor, "m", line.action, "p", line.target, "r", line.request_id, "d", detail)
+        await command(self._redis, "XADD", self._keys.audit, "MAXLEN", "~", AUDIT_CAP, "*", *fields)
+
+    async def newest(self, count: int, *, before: str | None = None) -> list[AuditLine]:
+        """Lines from the newest on, those before a cursor."""
+        start = "+" if before is None else f"({before}"
+        rows = await command(self._redis, "XREVRANGE", self._keys.audit, start, "-", "COUNT", count)
+        return [AuditLine.decode(cursor, fields) for cursor, fields in parse_entries(rows)]
