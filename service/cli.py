@@ -103,7 +103,7 @@ def serve(
 
 @app.command()
 def worker() -> None:
-    """Learn from rewards, without serving requests.
+    """Learn from rewards of all namespaces, without serving requests.
 
     Needs REDIS_URL: any number of workers may share the store of any number of `metaban serve --no-worker`.
     """
@@ -113,7 +113,8 @@ def worker() -> None:
     from service.logging import configure_logging
     from service.supervisor import end_with_parent
     from store.errors import StoreError
-    from worker.runtime import WorkerSettings, run_worker
+    from worker.namespace_work import WorkerSettings
+    from worker.runtime import run_worker
 
     configure_logging(settings.log_format, settings.log_level)
     end_with_parent()
@@ -121,7 +122,6 @@ def worker() -> None:
         run_worker(
             settings.redis_url,
             WorkerSettings(
-                namespace=settings.namespace,
                 samples_kept=settings.samples_kept,
                 dedupe_window_s=settings.dedupe_window_s,
                 backlog_limit=settings.backlog_limit,
@@ -159,7 +159,8 @@ def key() -> None:
     stdout.print(f"key     {fresh.key}\ndigest  {fresh.digest}", markup=False)
     stderr.print(
         "\nClients send the key in the X-API-Key header. The service knows it by its digest (several: by commas):\n"
-        f"  METABAN_CLIENT_KEYS={fresh.digest}",
+        f"  METABAN_CLIENT_KEYS={fresh.digest}\n"
+        "That is good for all namespaces; for one alone put its name and a colon before the digest.",
         markup=False,
     )
 

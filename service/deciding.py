@@ -7,16 +7,17 @@ from uuid import uuid4
 
 import numpy as np
 
-from models.exploration import build_policy, decision_draws, draw_slate
+from models.exploration import decision_draws, draw_slate
 from models.features import FeatureError, assemble
+from service.baseline import BASELINE_POLICY, baseline_items, nothing_seen
 from service.breaker import StoreBreaker
 from service.contracts import Recommendation, RecommendCommand
 from service.errands import Errands
 from service.errors import InvalidInput, Unavailable
+from service.live import LiveSettings
 from service.records import now_ms, recommendation_of
 from service.served import ScoreRequest
 from service.serving import Serving, ServingRoom
-from service.settings import Settings
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.errors import StoreUnavailable
 from store.users import UserStore
@@ -28,29 +29,54 @@ class Decider:
 
     def __init__(
         self,
-        settings: Settings,
-        seed: int,
+        live: LiveSettings,
         breaker: StoreBreaker,
         users: UserStore,
         decisions: DecisionStore,
         room: ServingRoom,
     ) -> None:
-        self._settings = settings
-        self._seed = seed
+        self._live = live
         self._breaker = breaker
         self._users = users
         self._decisions = decisions
         self._room = room
-        self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
-        store = Errands(self._breaker, go_on=self._settings.store_outage == "serve")
+        store = Errands(self._breaker, go_on=self._live.settings.store_outage == "serve")
         decision_id = command.decision_id or uuid4().hex
         if command.decision_id is not None:
             earlier = await store.run(lambda: self._decisions.get(decision_id))
             if earlier is not None:
                 return recommendation_of(earlier, command.fingerprint, replayed=True)
+        if self._live.settings.serving == "baseline":
+            decision = self._by_baseline(command, decision_id)
+        else:
+            decision = await self._by_learner(command, decision_id, store)
+        # Whoever raced us with the same id and was first has decided for both.
+        standing = await store.run(lambda: self._decisions.put(decision))
+        if standing is None:
+            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
+        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+
+    def _by_baseline(self, command: RecommendCommand, decision_id: str) -> Decision:
+        """The kill switch is on: whatever is wrong with the learner, it is not asked."""
+        items = baseline_items([arm.id for arm in command.arms], self._live.settings.baseline, command.k)
+        return Decision(
+            decision_id=decision_id,
+            user_id=command.user_id,
+            fingerprint=command.fingerprint,
+            items=items,
+            features=nothing_seen(items),
+            phi=nothing_seen(items),
+            policy=BASELINE_POLICY,
+            epoch=0,
+            user_version=0,
+            cold_start=None,
+            created_ms=now_ms(),
+        )
+
+    async def _by_learner(self, command: RecommendCommand, decision_id: str, store: Errands) -> Decision:
         features = [arm.features for arm in command.arms]
         try:
             serving = self._room.serving or await self._begin(command)
@@ -69,9 +95,10 @@ class Decider:
             raise InvalidInput(
                 ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
             )
-        draws = decision_draws(self._seed, decision_id)
-        slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, draws)
-        decision = Decision(
+        policy = self._live.policy
+        draws = decision_draws(self._live.record.seed, decision_id)
+        slate = draw_slate(policy, scores.mean, scores.bonus, command.k, draws)
+        return Decision(
             decision_id=decision_id,
             user_id=command.user_id,
             fingerprint=command.fingerprint,
@@ -89,18 +116,13 @@ class Decider:
             ),
             features=inputs[list(slate.chosen)],
             phi=scores.phi[list(slate.chosen)],
-            policy=self._policy.name,
+            policy=policy.name,
             epoch=scores.epoch,
             user_version=scores.user_events,
             cold_start=None if scores.user_events else "meta",
             created_ms=now_ms(),
             incarnation=scores.incarnation,
         )
-        # Whoever raced us with the same id and was first has decided for both.
-        standing = await store.run(lambda: self._decisions.put(decision))
-        if standing is None:
-            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
-        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""

@@ -12,7 +12,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.engine import Engine
+    from service.recommenders import Recommenders
 
 
 @final
@@ -21,7 +21,7 @@ class Edge:
     """The parts of one app."""
 
     settings: Settings
-    engine: Engine
+    recommenders: Recommenders
     metrics: Metrics
     #: Set when the service was told to stop, while it still answers.
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

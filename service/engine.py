@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, Self, TypeVar, final
+from contextvars import Context
+from typing import Any, Final, Self, TypeVar, final
 
 import structlog
 
-from models.settings import LearnerSettings, stored_settings
 from models.threads import use_threads
 from service.breaker import StoreBreaker
 from service.contracts import (
@@ -21,18 +22,21 @@ from service.contracts import (
     UserDescription,
 )
 from service.deciding import Decider
+from service.live import LiveSettings, overridden
 from service.metrics import Metrics
+from service.reconciling import reconcile
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings
 from service.snapshots import SnapshotDesk
+from store.audit import AuditLine, AuditLog
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecisionStore
 from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import EventStream
-from store.namespaces import NamespaceRecord, Namespaces
+from store.namespaces import MAX_RACES, NamespaceRecord, Namespaces
 from store.users import UserStore
 
 #: Connections to the store beside those that follow the partitions' logs.
@@ -47,7 +51,7 @@ class Engine:
     """One namespace, served."""
 
     def __init__(self, settings: Settings, redis_url: str, metrics: Metrics) -> None:
-        self._settings = settings
+        self._deployment = settings
         self._metrics = metrics
         self._redis = connect(redis_url, max_connections=REQUEST_CONNECTIONS + settings.partitions)
         # Connections of their own: those that wait for a replica that hangs must leave some to everyone else.
@@ -60,6 +64,7 @@ class Engine:
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._room: ServingRoom | None = None
+        self._adopting: asyncio.Task[None] | None = None
         self._desk: SnapshotDesk | None = None
 
     @classmethod
@@ -71,13 +76,15 @@ class Engine:
     async def start(self) -> None:
         """Open the namespace and load what it has learned."""
         info = await check_server(self._redis)
-        settings = self._settings
+        stored = await self._namespaces.load(self.namespace)
+        overrides = {} if stored is None else stored.overrides
+        settings = overridden(self._deployment, self.namespace, overrides)
         learner = learner_settings(settings)
         record = await self._namespaces.open_or_create(
-            settings.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()
+            self.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()
         )
-        self._record = await self._reconcile(record, learner)
-        keys, store_epoch = self._record.keys, self._record.store_epoch
+        self._live = LiveSettings(self._deployment, await reconcile(self._namespaces, record, learner))
+        keys, store_epoch = self._live.record.keys, self._live.record.store_epoch
         self._users = UserStore(self._redis, keys, store_epoch, samples_kept=settings.samples_kept)
         self._epochs = EpochStore(self._redis, keys, store_epoch)
         self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s)
@@ -88,21 +95,22 @@ class Engine:
             backlog_limit=settings.backlog_limit,
             confirm=self._confirmation(info),
         )
-        self._desk = SnapshotDesk(self._redis, settings, self._record)
-        self._room = ServingRoom(
-            settings, self._namespaces, self._record, self._users, self._epochs, self._compute, self._metrics
-        )
-        self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, self._room)
-        self._rewards = RewardDesk(settings, self._breaker, self._users, self._decisions, self._events, self._room)
+        self._audit = AuditLog(self._redis, keys)
+        self._desk = SnapshotDesk(self._redis, settings, self._live.record)
+        self._room = ServingRoom(self._live, self._namespaces, self._users, self._epochs, self._compute, self._metrics)
+        self._decider = Decider(self._live, self._breaker, self._users, self._decisions, self._room)
+        self._rewards = RewardDesk(self._live, self._breaker, self._users, self._decisions, self._events, self._room)
         await self._room.start()
         self._breaker.start()
-        log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
+        log.info("engine ready", store=info.version, namespace=self.namespace, preset=learner.preset)
 
     async def stop(self) -> None:
         """Let go of the store; what was acknowledged is in it."""
         if self._desk is not None:
             await self._desk.jobs.stop()
         await self._breaker.stop()
+        if self._adopting is not None:
+            await asyncio.gather(self._adopting, return_exceptions=True)
         if self._room is not None:
             await self._room.stop()
         self._compute.shutdown()
@@ -122,6 +130,53 @@ class Engine:
     def _serving(self) -> Serving | None:
         """What serves, once the feature layout is known."""
         return None if self._room is None else self._room.serving
+
+    @property
+    def namespace(self) -> str:
+        """The name of the namespace."""
+        return self._deployment.namespace
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store has another namespace of this name by now, or none."""
+        return isinstance(self._breaker.away, StoreReset)
+
+    @property
+    def live(self) -> LiveSettings:
+        """The settings as they are now."""
+        return self._live
+
+    async def change_settings(self, patch: Mapping[str, Any], *, revision: int | None = None) -> LiveSettings:
+        """Override some settings of the namespace, for every process; None gives one back to the deployment.
+
+        SettingsError when they cannot be used, NamespaceConflict when the record is not of the revision any more.
+        """
+        for _ in range(MAX_RACES):
+            current = await self._breaker.call(lambda: self._namespaces.load(self.namespace))
+            if current is None or revision not in (None, current.revision):
+                break
+            await self._adopt(current)
+            if await self._change(patch):
+                return self._live
+        raise NamespaceConflict("the settings were changed meanwhile: look at them again")
+
+    async def _change(self, patch: Mapping[str, Any]) -> bool:
+        """Override some settings in the record as it is known here; False when it is another one by now."""
+        known = self._live.record
+        overrides, settings = self._live.proposed(patch)
+        learner = learner_settings(settings).to_json()
+        changed = await self._breaker.call(lambda: self._namespaces.change(known, overrides=overrides, learner=learner))
+        if changed is not None:
+            await self._adopt(changed)
+        return changed is not None
+
+    async def audit(self, line: AuditLine) -> None:
+        """Write down what an admin did."""
+        await self._breaker.call(lambda: self._audit.add(line))
+
+    async def audited(self, count: int, *, before: str | None) -> list[AuditLine]:
+        """What admins did, the newest first."""
+        return await self._breaker.call(lambda: self._audit.newest(count, before=before))
 
     @property
     def snapshots(self) -> SnapshotDesk:
@@ -163,7 +218,7 @@ class Engine:
         with suppress(StoreUnavailable, StoreReset):  # told of below
             restore = await self._breaker.call(self.snapshots.check)
         # What is in memory answers requests without the store, if it may.
-        vital = self._serving is None or self._settings.store_outage == "refuse"
+        vital = self._serving is None or self._live.settings.store_outage == "refuse"
         away = self._breaker.away
         if away is None:
             checks = {"store": CheckResult(True, "answers")}
@@ -185,49 +240,38 @@ class Engine:
 
     def _confirmation(self, info: ServerInfo) -> Confirmation | None:
         """What an enqueued reward waits for before it is acknowledged."""
-        settings = self._settings
+        settings = self._deployment
         if settings.durability != "replicated":
             return None
         if info.replicas < settings.replicas:
             log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
         return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
+    async def _adopt(self, record: NamespaceRecord) -> None:
+        """Go by a record that somebody changed."""
+        try:
+            if self._room is not None:
+                await self._room.adopt(record)
+        except SettingsError as error:
+            # Made by a version that knows other settings; what holds here goes on to hold.
+            log.error("settings not adopted", namespace=self.namespace, reason=str(error))
+
     async def _probe(self) -> None:
         """Whether the store is still ours; after an outage, whether it takes decisions too.
 
         Of a cluster only the server is asked that has the namespace's record: decisions lie on all of them.
         """
-        record = await Namespaces(self._probing).load(self._record.name)
-        if record is None or record.store_epoch != self._record.store_epoch:
+        record = await Namespaces(self._probing).load(self.namespace)
+        if record is None or record.store_epoch != self._live.record.store_epoch:
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
+        if record.state == "deleted":
+            raise StoreReset("the namespace was deleted")
+        if record.revision > self._live.record.revision and (self._adopting is None or self._adopting.done()):
+            # Not waited for: a layout that is just being fixed is loaded first, and that may take longer than a probe.
+            self._adopting = asyncio.create_task(self._adopt(record), context=Context())
         if self._breaker.away is not None:
             if not self._clustered:
                 await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()
             # Connections made before the outage may lead nowhere; each would cost somebody the whole budget.
             await drop_idle(self._redis)
             await drop_idle(self._confirming)
-
-    async def _reconcile(self, record: NamespaceRecord, wanted: LearnerSettings) -> NamespaceRecord:
-        """Take over changed learner settings, unless stored learners would no longer mean the same."""
-        stored = stored_settings(record.learner)
-        if stored == wanted:
-            return record
-        if stored.structure() != wanted.structure() and record.layout is not None:
-            changed = {
-                name: (value, wanted.structure()[name])
-                for name, value in stored.structure().items()
-                if value != wanted.structure()[name]
-            }
-            told = ", ".join(f"{name} from {old!r} to {new!r}" for name, (old, new) in changed.items())
-            raise SettingsError(
-                f"namespace {record.name} has learners that a change of {told} would void: "
-                "set the old values, or use another METABAN_NAMESPACE"
-            )
-        try:
-            return await self._namespaces.replace_learner(record, wanted.to_json())
-        except NamespaceConflict:
-            # Another service that starts at the same time was first.
-            current = await self._namespaces.load(record.name)
-            if current is None or current.revision == record.revision:
-                raise
-            return await self._reconcile(current, wanted)

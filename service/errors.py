@@ -11,6 +11,8 @@
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
     ├── UserReset            409  /problems/user-reset            the user was forgotten or restored since the decision
     ├── NotReplayable        409  /problems/not-replayable        the dead letter cannot be put back
+    ├── NamespaceExists      409  /problems/namespace-exists      the name of a new namespace is taken
+    ├── SettingsChanged      409  /problems/settings-changed      the settings are not of the revision that was given
     ├── JobRunning           409  /problems/job-running           one job at a time, and one is under way
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
@@ -181,6 +183,24 @@ class NotReplayable(ServiceError):
     status = 409
     slug = "not-replayable"
     title = "Not replayable"
+
+
+@final
+class NamespaceExists(ServiceError):
+    """The name of a new namespace is taken."""
+
+    status = 409
+    slug = "namespace-exists"
+    title = "Namespace exists"
+
+
+@final
+class SettingsChanged(ServiceError):
+    """Somebody else changed the settings first."""
+
+    status = 409
+    slug = "settings-changed"
+    title = "Settings changed"
 
 
 @final

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from array import array
+from functools import cache
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
@@ -35,11 +36,6 @@ from service.settings import Settings
 BODY_TIMEOUT_S: Final = 30.0
 JSON_MEDIA: Final = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
 SURROGATES: Final = re.compile("[\ud800-\udfff]")
-
-#: Looked up once: pydantic finds the fields of a model anew at each question, and there is one for each arm.
-KNOWN_MEMBERS: Final[dict[type[RequestModel], frozenset[str]]] = {
-    model: frozenset(model.model_fields) for model in (RecommendRequest, ArmIn, RewardIn, RewardBatch)
-}
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -97,17 +93,17 @@ def _find_surrogate(value: Any) -> FieldPath | None:
 
 def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
     """Validate a POST /recommend."""
-    members = _members(payload, RecommendRequest, ())
+    members = members_of(payload, RecommendRequest)
     arms = members.get("arms")
     if isinstance(arms, list):
         if len(arms) > settings.max_arms:
             raise InvalidInput(("arms",), f"holds {len(arms)} arms; at most {settings.max_arms} are allowed")
         for place, arm in enumerate(arms):
             if isinstance(arm, dict):
-                features = _members(arm, ArmIn, ("arms", place)).get("features")
+                features = members_of(arm, ArmIn, ("arms", place)).get("features")
                 _check_length(features, settings.max_dimension, ("arms", place, "features"))
     _check_length(members.get("context"), settings.max_dimension, ("context",))
-    request = _validate(RecommendRequest, members)
+    request = validated(RecommendRequest, members)
     _check_arms(request)
     return RecommendCommand(
         user_id=request.user_id,
@@ -122,17 +118,17 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
 def reward_commands(payload: Any) -> tuple[list[RewardCommand], bool]:
     """Validate a POST /feedback; whether it was a batch decides how a rejection is told."""
     if not (isinstance(payload, dict) and "events" in payload):
-        reward = _validate(RewardIn, _members(payload, RewardIn, ()))
+        reward = validated(RewardIn, members_of(payload, RewardIn))
         return [_reward_command(reward)], False
-    members = _members(payload, RewardBatch, ())
+    members = members_of(payload, RewardBatch)
     events = members["events"]
     if isinstance(events, list):
         if len(events) > MAX_EVENTS:
             raise InvalidInput(("events",), f"holds {len(events)} events; at most {MAX_EVENTS} are allowed")
         for place, event in enumerate(events):
             if isinstance(event, dict):
-                _members(event, RewardIn, ("events", place))
-    return [_reward_command(reward) for reward in _validate(RewardBatch, members).events], True
+                members_of(event, RewardIn, ("events", place))
+    return [_reward_command(reward) for reward in validated(RewardBatch, members).events], True
 
 
 def fingerprint(request: RecommendRequest) -> str:
@@ -150,15 +146,22 @@ def _canonical(features: Features | None) -> bytes:
     return b"json" + json.dumps(features, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _members(payload: Any, model: type[RequestModel], path: FieldPath) -> dict[str, Any]:
+def members_of(payload: Any, model: type[RequestModel], path: FieldPath = ()) -> dict[str, Any]:
     """The object at `path`, which holds no member that the model does not know."""
     if not isinstance(payload, dict):
         raise InvalidInput(path, "must be a JSON object")
-    if not payload.keys() <= KNOWN_MEMBERS[model]:
+    known = _known_members(model)
+    if not payload.keys() <= known:
         # One is enough: a body can hold a hundred thousand of them.
-        name = next(name for name in payload if name not in KNOWN_MEMBERS[model])
+        name = next(name for name in payload if name not in known)
         raise InvalidInput((*path, name), "is not known here")
     return payload
+
+
+@cache
+def _known_members(model: type[RequestModel]) -> frozenset[str]:
+    """Looked up once: pydantic finds the fields of a model anew at each question, and there is one for each arm."""
+    return frozenset(model.model_fields)
 
 
 def _check_length(features: Any, limit: int, path: FieldPath) -> None:
@@ -183,7 +186,8 @@ def _check_arms(request: RecommendRequest) -> None:
         raise InvalidInput(("k",), f"is {request.k}, and there are {len(request.arms)} arms to choose from")
 
 
-def _validate(model: type[Model], members: dict[str, Any]) -> Model:
+def validated(model: type[Model], members: dict[str, Any]) -> Model:
+    """The members as a model; InvalidInput names the fields that cannot be used."""
     try:
         return model.model_validate(members)
     except ValidationError as error:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute
 
 from service.errors import ServiceError
 from service.problems import MEDIA_TYPE
-from service.schemas import Problem, RecommendRequest, RewardBatch, RewardIn
+from service.schemas import Problem
 from service.settings import Settings
 
 REF: Final = "#/components/schemas/{model}"
-BODY_MODELS: Final[tuple[type[BaseModel], ...]] = (RecommendRequest, RewardIn, RewardBatch, Problem)
 
 DESCRIPTION: Final = """
 Online recommendations that learn: ask which arm to show a user, say how it went, and the next answer is better, for
@@ -28,13 +30,22 @@ Errors are problem documents (RFC 9457); `instance` is the request id to look fo
 """
 
 
-def json_body(*models: type[BaseModel], examples: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+@final
+class BodyDescription(dict[str, Any]):
+    """The part of a route's documentation that describes its body, and the models that it names."""
+
+    models: tuple[type[BaseModel], ...] = ()
+
+
+def json_body(*models: type[BaseModel], examples: dict[str, dict[str, Any]] | None = None) -> BodyDescription:
     """The part of a route's documentation that describes its body: one of the models."""
     references = [{"$ref": REF.format(model=model.__name__)} for model in models]
     content: dict[str, Any] = {"schema": references[0] if len(references) == 1 else {"anyOf": references}}
     if examples:
         content["examples"] = examples
-    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+    description = BodyDescription(requestBody={"required": True, "content": {"application/json": content}})
+    description.models = models
+    return description
 
 
 def problem_responses(*errors: type[ServiceError]) -> dict[int | str, dict[str, Any]]:
@@ -52,28 +63,36 @@ def problem_responses(*errors: type[ServiceError]) -> dict[int | str, dict[str, 
     return documents
 
 
-def install_openapi(app: FastAPI, settings: Settings) -> None:
-    """Let the app describe itself with the limits it runs with."""
+def install_openapi(app: FastAPI, settings: Settings, routes: Sequence[BaseRoute]) -> None:
+    """Let the app describe itself, these routes of ours among all, with the limits it runs with."""
+    bodies = _body_models(routes)
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _schema(app, settings)
+            app.openapi_schema = _schema(app, settings, bodies)
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
 
 
-def _schema(app: FastAPI, settings: Settings) -> dict[str, Any]:
+def _schema(app: FastAPI, settings: Settings, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes, tags=app.openapi_tags
     )
-    _, models = models_json_schema([(model, "validation") for model in BODY_MODELS], ref_template=REF)
+    _, models = models_json_schema([(model, "validation") for model in bodies], ref_template=REF)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
     components.update(models["$defs"])
     components["RecommendRequest"]["properties"]["arms"]["maxItems"] = settings.max_arms
     for features in _with_type(components["ArmIn"], "array"):
         features["maxItems"] = settings.max_dimension
     return schema
+
+
+def _body_models(routes: Sequence[BaseRoute]) -> list[type[BaseModel]]:
+    """Every model that a route names as its body, and that of problems."""
+    described = [route.openapi_extra for route in routes if isinstance(route, APIRoute)]
+    named = [model for body in described if isinstance(body, BodyDescription) for model in body.models]
+    return [Problem, *dict.fromkeys(named)]
 
 
 def _with_type(schema: dict[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ from typing import final
 
 from service.breaker import StoreBreaker
 from service.contracts import FeedbackOutcome, Rejection, RewardCommand
+from service.live import LiveSettings
 from service.records import reward_event
 from service.serving import ServingRoom
-from service.settings import Settings
 from store.decisions import DecisionStore
 from store.events import Enqueued, EventStream, RewardEvent
 from store.failpoints import reach
@@ -22,14 +22,14 @@ class RewardDesk:
 
     def __init__(
         self,
-        settings: Settings,
+        live: LiveSettings,
         breaker: StoreBreaker,
         users: UserStore,
         decisions: DecisionStore,
         events: EventStream,
         room: ServingRoom,
     ) -> None:
-        self._settings = settings
+        self._live = live
         self._breaker = breaker
         self._users = users
         self._decisions = decisions
@@ -78,4 +78,4 @@ class RewardDesk:
             return not began_anew and not await self._breaker.call(
                 lambda: self._events.buried(entry.partition, entry.entry_id)
             )
-        return await replica.wait_applied(entry.partition, entry.entry_id, self._settings.wait_applied_timeout_s)
+        return await replica.wait_applied(entry.partition, entry.entry_id, self._live.settings.wait_applied_timeout_s)

@@ -136,11 +136,8 @@ class ServedModel:
         if not all(np.isfinite(array).all() for array in tensors.values()):
             return False
         self._shared = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in tensors.items()}
-        self._newborn = self.learner.newborn(self._shared)
-        self._outline = self.learner.outline(self._shared, as_numpy=self._in_numpy)
+        self.adopt_learner(self.learner)
         self.epoch_number, self.epoch_events = number, events
-        self._stranger = None
-        self._stale = dict.fromkeys(reversed(self._briefs))  # asked about last, briefed first
         self._members = frozenset(members)
         if self._members:
             for user in [user for user in self._pool.users if user not in self._members]:
@@ -150,6 +147,14 @@ class ServedModel:
                 state = self._guests.pop(user)
                 self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()})
         return True
+
+    def adopt_learner(self, learner: Learner) -> None:
+        """Judge by this learner from now on, to whom all that is held means what it meant to the one before."""
+        self.learner = learner
+        self._newborn = learner.newborn(self._shared)
+        self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
+        self._stranger = None
+        self._stale = dict.fromkeys(reversed(self._briefs))  # asked about last, briefed first
 
     def put(self, states: Sequence[UserState], doubted: Mapping[str, Standing] = NOTHING_DOUBTED) -> None:
         """Take over states that are as new as what is held; a state that does not fit the learner is refused.

@@ -120,10 +120,10 @@ def store_name(settings: Settings) -> str:
 
 def _run(settings: Settings, redis_url: str, listener: socket.socket, started: Callable[[], None]) -> None:
     # Imports torch, which takes a second: not before everything cheap has succeeded.
-    from service.engine import Engine
+    from service.recommenders import Recommenders
 
     metrics = Metrics()
-    app = create_app(settings, Engine.from_settings(settings, redis_url, metrics), metrics)
+    app = create_app(settings, Recommenders(settings, redis_url, metrics), metrics)
     uvloop.run(_serve_requests(app, listener, settings.drain_s, started))
 
 

@@ -14,11 +14,11 @@ from models.features import FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import stored_settings
 from service.contracts import RecommendCommand
+from service.live import LiveSettings
 from service.metrics import Metrics
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ServedModel
-from service.settings import Settings
 from store.epochs import EpochStore
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
@@ -32,6 +32,7 @@ class Serving:
     """What exists once the feature layout is known."""
 
     layout: FeatureLayout
+    model: ServedModel
     replica: Replica
     scorer: Scorer
 
@@ -42,17 +43,15 @@ class ServingRoom:
 
     def __init__(
         self,
-        settings: Settings,
+        live: LiveSettings,
         namespaces: Namespaces,
-        record: NamespaceRecord,
         users: UserStore,
         epochs: EpochStore,
         compute: Executor,
         metrics: Metrics,
     ) -> None:
-        self._settings = settings
+        self._live = live
         self._namespaces = namespaces
-        self._record = record
         self._users = users
         self._epochs = epochs
         self._compute = compute
@@ -62,19 +61,37 @@ class ServingRoom:
 
     async def start(self) -> None:
         """Serve what the namespace has learned, if its layout is known."""
-        if self._record.layout is not None:
-            self.serving = await self._open(FeatureLayout.from_json(self._record.layout))
+        layout = self._live.record.layout
+        if layout is not None:
+            self.serving = await self._open(FeatureLayout.from_json(layout))
 
     async def stop(self) -> None:
         """Let go of the store."""
         if self.serving is not None:
             await self.serving.replica.stop()
 
+    async def adopt(self, record: NamespaceRecord) -> None:
+        """Serve by a record that was changed: other settings of the learner, or, before any event, another layout."""
+        async with self._opening:
+            before = self._live.record
+            if record.revision <= before.revision:
+                return
+            self._live.adopt(record)
+            if record.layout != before.layout:
+                await self.stop()
+                self.serving = None
+                await self.start()
+            elif self.serving is not None and record.learner != before.learner:
+                model = self.serving.model
+                learner = build_learner(stored_settings(record.learner), self.serving.layout.dimension)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._compute, model.adopt_learner, learner)
+
     async def fix_layout(self, command: RecommendCommand) -> Serving:
         """Fix the feature layout by the first request; of several first requests one wins."""
         async with self._opening:
             if self.serving is None:
-                settings = self._settings
+                settings = self._live.settings
                 layout = infer_layout(
                     [arm.features for arm in command.arms],
                     command.context,
@@ -85,25 +102,24 @@ class ServingRoom:
                 )
                 # Nothing is fixed by a request that does not fit even its own layout.
                 assemble(layout, [arm.features for arm in command.arms], command.context)
-                current = await self._namespaces.load(self._record.name) or self._record
+                known = self._live.record
+                current = await self._namespaces.load(known.name) or known
                 if current.layout is None:
                     current = await self._namespaces.set_layout(current, layout.to_json())
-                self._record = current
+                self._live.adopt(current)
                 self.serving = await self._open(FeatureLayout.from_json(current.layout or layout.to_json()))
                 log.info("feature layout fixed", **(current.layout or {}))
             return self.serving
 
     async def _open(self, layout: FeatureLayout) -> Serving:
-        settings = self._settings
-        learner = build_learner(stored_settings(self._record.learner), layout.dimension)
+        settings, record = self._live.settings, self._live.record
+        learner = build_learner(stored_settings(record.learner), layout.dimension)
         model = ServedModel(
             learner,
             choose_device(settings.device),
             pool_max=settings.candidate_pool,
             guests_max=settings.active_users_max,
         )
-        replica = Replica(
-            self._users, self._epochs, model, self._compute, self._metrics, partitions=self._record.partitions
-        )
+        replica = Replica(self._users, self._epochs, model, self._compute, self._metrics, partitions=record.partitions)
         await replica.start()
-        return Serving(layout, replica, Scorer(model, self._compute))
+        return Serving(layout, model, replica, Scorer(model, self._compute))

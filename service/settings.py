@@ -17,8 +17,12 @@ from pydantic_settings import SettingsError as BadSource
 from models.settings import LearnerSettings, named_settings
 
 STORE_SCHEMES = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
-#: A SHA-256 digest as `metaban key` prints it.
-DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
+#: Settings of the learner that have variables of their own.
+LEARNER_SETTINGS = (
+    "alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1", "standardize",
+)  # fmt: skip
+#: A SHA-256 digest as `metaban key` prints it, perhaps behind the one namespace that its key is good for.
+DIGEST_PATTERN = re.compile(r"(?:[a-z0-9][a-z0-9_-]{0,39}:)?[0-9a-f]{64}")
 
 
 class SettingsError(ValueError):
@@ -45,7 +49,7 @@ class Settings(BaseSettings):
     namespace: str = Field(
         default="default",
         pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$",
-        description="The recommender that is served: its users, events and learner.",
+        description="The recommender that requests mean which name none.",
     )
     partitions: int = Field(
         default=16, ge=1, le=1024, description="Parts a new namespace is split into; fixed at its creation."
@@ -56,13 +60,14 @@ class Settings(BaseSettings):
     client_keys: Annotated[frozenset[str], NoDecode] = Field(
         default=frozenset(),
         repr=False,
-        description="SHA-256 digests (hex, separated by commas) of the keys accepted in X-API-Key. "
-        "With no keys at all the server binds only to loopback. `metaban key` makes one.",
+        description="SHA-256 digests (hex, separated by commas) of the keys accepted in X-API-Key; `shop:digest` is "
+        "good for the namespace shop alone. With no keys at all the server binds only to loopback. `metaban key` "
+        "makes one.",
     )
     admin_keys: Annotated[frozenset[str], NoDecode] = Field(
         default=frozenset(),
         repr=False,
-        description="Digests of keys that may do all that a client may, and administer.",
+        description="Digests of keys, or `namespace:digest`, that may do all that a client may, and administer.",
     )
 
     # The learner
@@ -105,6 +110,18 @@ class Settings(BaseSettings):
     )
     squarecb_gamma: float = Field(
         default=100.0, gt=0, le=1e9, description="How strongly squarecb prefers the best arm."
+    )
+
+    # The kill switch
+    serving: Literal["learner", "baseline"] = Field(
+        default="learner",
+        description="baseline: serve the baseline ranking in place of what was learned, and learn nothing from it.",
+    )
+    baseline: tuple[str, ...] = Field(
+        default=(),
+        max_length=10_000,
+        description="Arm ids in the order of the baseline, as a JSON list; arms that it does not name come after "
+        "them, in the order of the request.",
     )
 
     # The machine
@@ -191,7 +208,10 @@ class Settings(BaseSettings):
     def _digests_only(cls, digests: frozenset[str]) -> frozenset[str]:
         lowered = frozenset(digest.lower() for digest in digests)
         if any(not DIGEST_PATTERN.fullmatch(digest) for digest in lowered):
-            raise ValueError("must hold SHA-256 digests of 64 hex digits, not the keys; `metaban key` prints both")
+            raise ValueError(
+                "must hold SHA-256 digests of 64 hex digits, not the keys, each alone or as namespace:digest; "
+                "`metaban key` prints both"
+            )
         return lowered
 
     @field_validator("log_level", "log_format", mode="before")
@@ -212,11 +232,8 @@ class Settings(BaseSettings):
 
 def learner_settings(settings: Settings) -> LearnerSettings:
     """The preset with what the environment overrides."""
-    names = (
-        "alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1",
-        "standardize",
-    )  # fmt: skip
-    overrides = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+    given = {name: getattr(settings, name) for name in LEARNER_SETTINGS}
+    overrides = {name: value for name, value in given.items() if value is not None}
     known = named_settings(settings.preset).to_json()
     for name in overrides:
         if name not in known:
@@ -231,6 +248,16 @@ def learner_settings(settings: Settings) -> LearnerSettings:
         raise SettingsError(f"METABAN_LEARNER: {error}") from error
 
 
+def told(error: ValidationError) -> str:
+    """What is wrong with settings, a line each, without their values."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        variable = "REDIS_URL" if name.lower() == "redis_url" else f"METABAN_{name.upper()}"
+        lines.append(f"{variable}: {problem['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Settings of the environment; what is wrong with them is one readable SettingsError."""
     try:
@@ -238,13 +265,8 @@ def load_settings(**overrides: Any) -> Settings:
     except BadSource as error:
         raise SettingsError(f"{error}; it has to be JSON") from None
     except ValidationError as error:
-        lines = []
-        for problem in error.errors(include_url=False, include_context=False, include_input=False):
-            name = str(problem["loc"][0]) if problem["loc"] else ""
-            variable = "REDIS_URL" if name.lower() == "redis_url" else f"METABAN_{name.upper()}"
-            lines.append(f"{variable}: {problem['msg'].removeprefix('Value error, ')}")
         # Not chained: the original repeats the values, and some of them are secrets.
-        raise SettingsError("\n".join(lines)) from None
+        raise SettingsError(told(error)) from None
     learner_settings(settings)
     if settings.durability == "replicated" and settings.redis_url is None:
         raise SettingsError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, final
 
@@ -47,25 +48,31 @@ class SnapshotDesk:
 
     async def restore(self, snapshot_id: str) -> Job:
         """Begin to put everything back to a snapshot; NotFound when there is none of that id."""
-        try:
-            path = await asyncio.to_thread(self._folder.find, snapshot_id)
-        except SnapshotError as error:
-            raise NotFound(f"There is no snapshot {snapshot_id} here: GET /admin/snapshots lists them.") from error
+        if all(entry.id != snapshot_id for entry in await self.list(verify=False)):
+            raise NotFound(f"There is no snapshot {snapshot_id} here: GET /admin/snapshots lists them.")
+        path = await asyncio.to_thread(self._folder.find, snapshot_id)
 
         async def work(tell: Progress) -> dict[str, Any]:
             return asdict(await restore_snapshot(self._redis, path, self._namespace, self._rules, progress=tell))
 
         return self.jobs.start("snapshot-restore", work)
 
-    async def list(self, *, verify: bool) -> list[Listed]:
-        """Every snapshot of this machine, the newest first; JobRunning while they are being verified for another."""
+    async def list(self, *, verify: bool) -> tuple[Listed, ...]:
+        """Every snapshot of the namespace on this machine, the newest first, and those that cannot be read.
+
+        JobRunning while they are being verified for another.
+        """
         if not verify:
-            return await asyncio.to_thread(self._folder.list)
+            return self._own(await asyncio.to_thread(self._folder.list))
         if self._verifying is not None and not self._verifying.done():
             raise JobRunning("Snapshots are being verified for somebody else; wait for that to end.")
         self._verifying = asyncio.create_task(asyncio.to_thread(self._folder.list, verify=True))
         # The thread goes on when whoever asked has left, and counts until it has ended.
-        return await asyncio.shield(self._verifying)
+        return self._own(await asyncio.shield(self._verifying))
+
+    def _own(self, listed: Iterable[Listed]) -> tuple[Listed, ...]:
+        """Those of the namespace; whose a file is that cannot be read, nobody knows."""
+        return tuple(entry for entry in listed if entry.manifest is None or entry.manifest.namespace == self._namespace)
 
     async def check(self) -> CheckResult | None:
         """Whether a restore is under way, or was left unfinished, which somebody has to see to."""

@@ -17,9 +17,6 @@ from store.errors import StoreReset
 from store.namespaces import NamespaceRecord, Namespaces
 from worker.trainer import Trainer
 
-#: How often a worker looks for a namespace that the service has not created yet.
-NAMESPACE_POLL_S = 0.25
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class NamespaceModel:
 
     async def _load_record(self) -> NamespaceRecord:
         record = await self._namespaces.load(self._record.name)
-        if record is None or record.store_epoch != self._record.store_epoch:
+        if record is None or record.store_epoch != self._record.store_epoch or record.state == "deleted":
             raise StoreReset(f"namespace {self._record.name} vanished or belongs to another store")
         return record
 
@@ -125,13 +122,3 @@ class NamespaceModel:
 
 def _identity(epoch: Epoch | None) -> tuple[int, str] | None:
     return None if epoch is None else (epoch.number, epoch.stamp)
-
-
-async def wait_for_namespace(namespaces: Namespaces, name: str, stopping: asyncio.Event) -> NamespaceRecord | None:
-    """The record of a namespace once the service has created it; None when asked to stop first."""
-    while not stopping.is_set():
-        record = await namespaces.load(name)
-        if record is not None and record.state == "ready":
-            return record
-        await asyncio.sleep(NAMESPACE_POLL_S)
-    return None

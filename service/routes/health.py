@@ -10,10 +10,10 @@ import structlog
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.auth import require_client
+from service.auth import require_observer
 from service.contracts import CheckResult
 from service.edge import edge_of
-from service.errors import Unauthorized
+from service.errors import Forbidden, Unauthorized
 from service.openapi import problem_responses
 from service.schemas import CheckOut, LiveResponse, ReadyResponse
 from store.errors import StoreError
@@ -43,7 +43,7 @@ async def ready(request: Request) -> Response:
     edge = edge_of(request)
     try:
         async with asyncio.timeout(READINESS_TIMEOUT_S):
-            checks = await edge.engine.readiness()
+            checks = await edge.recommenders.readiness()
     except TimeoutError:
         checks = {"engine": CheckResult(False, f"no answer within {READINESS_TIMEOUT_S:g} s")}
     if edge.stopping.is_set():
@@ -66,16 +66,16 @@ def _status(checks: Iterable[CheckResult]) -> Literal["ready", "degraded", "not 
 @router.get(
     "/metrics",
     summary="Counters for Prometheus",
-    dependencies=[Depends(require_client)],
+    dependencies=[Depends(require_observer)],
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}}}, **problem_responses(Unauthorized)},
+    responses={200: {"content": {"text/plain": {}}}, **problem_responses(Unauthorized, Forbidden)},
 )
 async def metrics(request: Request) -> Response:
-    """Latencies, decisions, rewards, backlog and freshness, in the Prometheus text format."""
+    """Latencies, decisions, rewards, backlog and freshness of all namespaces, in the Prometheus text format."""
     edge = edge_of(request)
     try:
         async with asyncio.timeout(READINESS_TIMEOUT_S):
-            await edge.engine.refresh_gauges()
+            await edge.recommenders.refresh_gauges()
     except (StoreError, TimeoutError) as error:
         # What this process counted is worth most while the store is away.
         _log.warning("gauges_not_refreshed", reason=str(error) or "timed out")

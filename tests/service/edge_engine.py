@@ -16,6 +16,7 @@ from service.contracts import (
     RecommendCommand,
     RewardCommand,
 )
+from service.errors import NotFound
 from service.settings import Settings
 from store.decisions import DecidedItem
 
@@ -63,10 +64,34 @@ class EdgeEngine:
             raise self.error
 
 
+class Lone:
+    """A deployment with one namespace."""
+
+    def __init__(self, engine: EdgeEngine) -> None:
+        self.default = engine
+
+    async def start(self) -> None:
+        await self.default.start()
+
+    async def stop(self) -> None:
+        await self.default.stop()
+
+    async def engine(self, name: str) -> EdgeEngine:
+        if name != "default":
+            raise NotFound("There is no namespace of this name.")
+        return self.default
+
+    async def readiness(self) -> dict[str, CheckResult]:
+        return await self.default.readiness()
+
+    async def refresh_gauges(self) -> None:
+        await self.default.refresh_gauges()
+
+
 @asynccontextmanager
 async def edge(engine: EdgeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the real app around the engine."""
-    app = create_app(Settings(**settings), engine)  # type: ignore[arg-type]
+    app = create_app(Settings(**settings), Lone(engine))  # type: ignore[arg-type]
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from service.app import create_app
 from service.auth import FreshKey
 from service.cli import app as command_line
-from service.engine import Engine
 from service.metrics import Metrics
+from service.recommenders import Recommenders
 from service.settings import Settings
 from store.events import EventStream
 from store.keys import NamespaceKeys
@@ -34,7 +34,7 @@ async def http(redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("service.replica.TAIL_BLOCK_MS", 100)
     chosen: Settings = settings()
     metrics = Metrics()
-    app = create_app(chosen, Engine.from_settings(chosen, valkey_url, metrics), metrics)
+    app = create_app(chosen, Recommenders(chosen, valkey_url, metrics), metrics)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,
@@ -199,7 +199,7 @@ class TestDeadLetters:
 
     async def test_a_full_backlog(self, client: Redis, redis: Redis, valkey_url: str) -> None:
         chosen = settings(backlog_limit=1)
-        app = create_app(chosen, Engine.from_settings(chosen, valkey_url, Metrics()))
+        app = create_app(chosen, Recommenders(chosen, valkey_url, Metrics()))
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,
@@ -229,7 +229,7 @@ CALLS = [
 async def test_only_admins(redis: Redis, valkey_url: str, method: str, path: str) -> None:
     client_key, admin_key = FreshKey.generate(), FreshKey.generate()
     chosen = settings(client_keys={client_key.digest}, admin_keys={admin_key.digest})
-    app = create_app(chosen, Engine.from_settings(chosen, valkey_url, Metrics()))
+    app = create_app(chosen, Recommenders(chosen, valkey_url, Metrics()))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,
@@ -245,7 +245,7 @@ async def test_only_admins(redis: Redis, valkey_url: str, method: str, path: str
 async def test_nobody_waits_for_a_store_that_hangs(tmp_path: Path) -> None:
     with own_valkey() as valkey:
         chosen = settings(data_dir=tmp_path)
-        app = create_app(chosen, Engine.from_settings(chosen, valkey.url, Metrics()))
+        app = create_app(chosen, Recommenders(chosen, valkey.url, Metrics()))
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,

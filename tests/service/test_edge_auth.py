@@ -8,7 +8,7 @@ import pytest
 import structlog
 from edge_engine import EdgeEngine, edge
 
-from service.auth import FreshKey, digest_of, is_known
+from service.auth import FreshKey, digest_of, grant_of
 
 ASK = {"user_id": "u", "arms": [{"id": "a", "features": [1]}]}
 ONE = {"decision_id": "d", "reward": 1}
@@ -85,6 +85,18 @@ def test_every_key_is_compared() -> None:
             seen.append(key.digest)
             yield key.digest  # type: ignore[misc]
 
-    assert is_known(keys[0].key, digests())
+    assert grant_of(keys[0].key, digests(), []) is not None
     assert len(seen) == 5
-    assert not is_known("x", [])
+    assert grant_of("x", digests(), digests()) is None
+    assert grant_of("x", [], []) is None
+
+
+def test_what_a_key_is_good_for() -> None:
+    key, other = FreshKey.generate(), FreshKey.generate()
+    here = grant_of(key.key, [f"shop:{key.digest}", f"news:{key.digest}", other.digest], [f"news:{key.digest}"])
+    assert here is not None
+    assert [here.covers(name, admin=False) for name in ("shop", "news", "default", None)] == [True, True, False, False]
+    assert [here.covers(name, admin=True) for name in ("shop", "news", "default", None)] == [False, True, False, False]
+    everywhere = grant_of(other.key, [], [other.digest])
+    assert everywhere is not None
+    assert all(everywhere.covers(name, admin=admin) for name in ("shop", None) for admin in (False, True))

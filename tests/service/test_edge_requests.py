@@ -12,7 +12,7 @@ import httpx
 import pytest
 import structlog
 import uvicorn
-from edge_engine import EdgeEngine, edge
+from edge_engine import EdgeEngine, Lone, edge
 
 from service.app import create_app
 from service.contracts import ArmInput, CheckResult, FeedbackOutcome, RecommendCommand, Rejection, RewardCommand
@@ -231,7 +231,7 @@ async def test_degraded_is_well_enough_for_traffic(client: Any, engine: EdgeEngi
 
 
 async def test_about_to_stop(engine: EdgeEngine) -> None:
-    app = create_app(Settings(), engine)  # type: ignore[arg-type]
+    app = create_app(Settings(), Lone(engine))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
         assert (await client.get("/health/ready")).status_code == 200
         edge_in(app).stopping.set()
@@ -311,7 +311,7 @@ async def test_over_a_real_socket() -> None:
     """A chunked body over the cap is answered before it ends; its rest is dropped, and the next request served."""
     engine = EdgeEngine()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_app(Settings(max_body_bytes=4096), engine)  # type: ignore[arg-type]
+        app = create_app(Settings(max_body_bytes=4096), Lone(engine))  # type: ignore[arg-type]
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
         running = asyncio.create_task(server._serve([listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())

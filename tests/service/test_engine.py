@@ -23,7 +23,8 @@ from store.events import EventStream
 from store.keys import NamespaceKeys
 from store.namespaces import Namespaces
 from tests.worker.workshop import soon
-from worker.runtime import WorkerSettings, _run
+from worker.namespace_work import WorkerSettings
+from worker.runtime import _run
 
 SMALL: dict[str, Any] = {
     "namespace": "shop",
@@ -68,9 +69,7 @@ async def engine(make_engine: MakeEngine) -> Engine:
 @asynccontextmanager
 async def worker_running(url: str) -> AsyncIterator[None]:
     """A worker of the namespace, in this process."""
-    limits = WorkerSettings(
-        namespace="shop", samples_kept=20, dedupe_window_s=60, backlog_limit=1_000, candidate_pool=100, device="cpu"
-    )
+    limits = WorkerSettings(samples_kept=20, dedupe_window_s=60, backlog_limit=1_000, candidate_pool=100, device="cpu")
     worker = asyncio.create_task(_run(url, limits))
     try:
         yield

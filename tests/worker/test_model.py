@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +10,8 @@ import pytest
 from models.settings import MetaBanSettings
 from store.epochs import Epoch
 from store.errors import StoreReset
-from store.namespaces import Namespaces
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import INPUTS, Workshop, layout, small
-from worker.model import wait_for_namespace
 
 
 async def publish(shop: Workshop, number: int) -> None:
@@ -103,23 +100,3 @@ async def test_a_record_that_vanished(shop: Workshop) -> None:
     await shop.redis.delete(shop.keys.record)
     with pytest.raises(StoreReset):
         await shop.model.refresh_record()
-
-
-class TestWaitingForTheService:
-    async def test_a_worker_may_come_first(self, open_workshop: OpenWorkshop, client: Any) -> None:
-        stopping = asyncio.Event()
-        waiting = asyncio.create_task(wait_for_namespace(Namespaces(client), "shop", stopping))
-        await asyncio.sleep(0.01)
-        shop = await open_workshop(fixed=False)
-        async with asyncio.timeout(5):
-            record = await waiting
-        assert record is not None
-        assert record.store_epoch == shop.record.store_epoch
-
-    async def test_and_may_be_told_to_go(self, client: Any) -> None:
-        stopping = asyncio.Event()
-        waiting = asyncio.create_task(wait_for_namespace(Namespaces(client), "shop", stopping))
-        await asyncio.sleep(0.01)
-        stopping.set()
-        async with asyncio.timeout(5):
-            assert await waiting is None

@@ -9,13 +9,13 @@ import signal
 import pytest
 
 from store.errors import StoreReset
+from store.namespaces import Namespaces
 from tests.worker.conftest import OpenWorkshop
-from tests.worker.workshop import NAME, Workshop, make_event, soon
-from worker.runtime import WorkerSettings, _run
+from tests.worker.workshop import Workshop, make_event, soon
+from worker.namespace_work import WorkerSettings
+from worker.runtime import _run
 
-SETTINGS = WorkerSettings(
-    namespace=NAME, samples_kept=5, dedupe_window_s=60, backlog_limit=1_000, candidate_pool=100, device="cpu"
-)
+SETTINGS = WorkerSettings(samples_kept=5, dedupe_window_s=60, backlog_limit=1_000, candidate_pool=100, device="cpu")
 
 
 async def at_epoch(shop: Workshop, number: int) -> bool:
@@ -54,3 +54,30 @@ async def test_it_may_be_stopped_before_there_is_a_namespace(open_workshop: Open
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(10):
         await worker
+
+
+async def test_it_learns_for_every_namespace_that_comes_and_leaves_those_that_go(
+    open_workshop: OpenWorkshop, valkey_url: str
+) -> None:
+    worker = asyncio.create_task(_run(valkey_url, SETTINGS))
+    await asyncio.sleep(0.05)  # before there is any
+    shops = {name: await open_workshop(name=name, partitions=2) for name in ("books", "shoes")}
+    for shop in shops.values():
+        await shop.streams.enqueue([make_event(f"user {n}", n) for n in range(6)])
+
+    await soon(lambda: versions_sum(shops["books"], 6))
+    await soon(lambda: versions_sum(shops["shoes"], 6))
+    await Namespaces(shops["books"].redis).delete(shops["books"].record)
+    await shops["shoes"].streams.enqueue([make_event("late", 99)])
+    await soon(lambda: versions_sum(shops["shoes"], 7))
+    again = await open_workshop(name="books", partitions=3)
+    await again.streams.enqueue([make_event("new", 1)])
+    await soon(lambda: versions_sum(again, 1))
+    assert not worker.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await worker
+
+
+async def versions_sum(shop: Workshop, wanted: int) -> bool:
+    return sum((await shop.versions()).values()) == wanted

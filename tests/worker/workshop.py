@@ -104,6 +104,7 @@ class Workshop:
         redis: Redis,
         compute: Executor,
         *,
+        name: str = NAME,
         partitions: int = 1,
         samples_kept: int = 5,
         settings: MetaBanSettings | None = None,
@@ -112,7 +113,7 @@ class Workshop:
         """A new namespace, its layout fixed unless it is told not to be."""
         namespaces = Namespaces(redis)
         learner = (settings or small()).to_json()
-        record = await namespaces.open_or_create(NAME, partitions=partitions, seed=0, learner=learner)
+        record = await namespaces.open_or_create(name, partitions=partitions, seed=0, learner=learner)
         if fixed:
             record = await namespaces.set_layout(record, layout().to_json())
         return cls(redis, record, compute, samples_kept=samples_kept)

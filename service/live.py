@@ -1,0 +1,70 @@
+"""The settings of one namespace as they are now: the deployment's, and what the namespace overrides.
+
+What is overridden is part of the namespace's record, so that every process that serves it, and every worker, comes to
+the same; a process looks for a changed record once a second, and the one that was asked for the change has it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+from pydantic import ValidationError
+
+from models.exploration import Policy, build_policy
+from service.settings import LEARNER_SETTINGS, Settings, SettingsError, learner_settings, told
+from store.namespaces import NamespaceRecord
+
+#: What may be changed while a namespace is served.
+LIVE: Final = ("alpha", "nu", "gamma", "policy", "epsilon", "squarecb_gamma", "serving", "baseline")
+#: Settings of the learner, which differ from preset to preset.
+OF_PRESET: Final = ("learner", *LEARNER_SETTINGS)
+#: What else a namespace may have of its own, from its creation on.
+OWN: Final = (
+    "preset", *(name for name in OF_PRESET if name not in LIVE),
+    "hash_dimension", "context_products", "intercept", "partitions", "seed",
+)  # fmt: skip
+
+
+def overridden(deployment: Settings, name: str, overrides: Mapping[str, Any]) -> Settings:
+    """The settings of a namespace; SettingsError when they cannot be used."""
+    unknown = sorted(set(overrides) - {*LIVE, *OWN})
+    if unknown:
+        raise SettingsError(f"a namespace has no settings {', '.join(unknown)} of its own")
+    # All values are given, so that nothing is read from the environment again.
+    values = {field: getattr(deployment, field) for field in Settings.model_fields}
+    if overrides.get("preset", deployment.preset) != deployment.preset:
+        # What the deployment sets for its own learner means nothing to another.
+        values |= {field: Settings.model_fields[field].get_default(call_default_factory=True) for field in OF_PRESET}
+    values |= {**overrides, "namespace": name}
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        raise SettingsError(told(error)) from None
+    learner_settings(settings)
+    return settings
+
+
+@final
+class LiveSettings:
+    """The record of a served namespace, and what follows from it."""
+
+    record: NamespaceRecord
+    settings: Settings
+    policy: Policy
+
+    def __init__(self, deployment: Settings, record: NamespaceRecord) -> None:
+        self._deployment = deployment
+        self.adopt(record)
+
+    def adopt(self, record: NamespaceRecord) -> None:
+        """Go by a record from now on."""
+        settings = overridden(self._deployment, record.name, record.overrides)
+        self.policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
+        self.record, self.settings = record, settings
+
+    def proposed(self, patch: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
+        """What would be overridden with a patch, in which None takes an override away, and the settings then."""
+        merged = {**self.record.overrides, **patch}
+        overrides = {name: value for name, value in merged.items() if value is not None}
+        return overrides, overridden(self._deployment, self.record.name, overrides)

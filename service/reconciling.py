@@ -1,0 +1,34 @@
+"""Settings of the environment against those that a namespace was learned with."""
+
+from __future__ import annotations
+
+from models.settings import LearnerSettings, stored_settings
+from service.settings import SettingsError
+from store.errors import NamespaceConflict
+from store.namespaces import NamespaceRecord, Namespaces
+
+
+async def reconcile(namespaces: Namespaces, record: NamespaceRecord, wanted: LearnerSettings) -> NamespaceRecord:
+    """Take over changed learner settings, unless stored learners would no longer mean the same."""
+    stored = stored_settings(record.learner)
+    if stored == wanted:
+        return record
+    if stored.structure() != wanted.structure() and record.layout is not None:
+        changed = {
+            name: (value, wanted.structure()[name])
+            for name, value in stored.structure().items()
+            if value != wanted.structure()[name]
+        }
+        told = ", ".join(f"{name} from {old!r} to {new!r}" for name, (old, new) in changed.items())
+        raise SettingsError(
+            f"namespace {record.name} has learners that a change of {told} would void: "
+            "set the old values, or use another METABAN_NAMESPACE"
+        )
+    try:
+        return await namespaces.replace_learner(record, wanted.to_json())
+    except NamespaceConflict:
+        # Another service that starts at the same time was first.
+        current = await namespaces.load(record.name)
+        if current is None or current.revision == record.revision:
+            raise
+        return await reconcile(namespaces, current, wanted)

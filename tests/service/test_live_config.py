@@ -1,0 +1,165 @@
+"""Settings that change while a namespace is served, who changed them, and the kill switch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from redis.asyncio import Redis
+
+from service.auth import FreshKey
+from tests.service.apps import ARMS, running_app
+from tests.service.test_engine import worker_running
+from tests.worker.workshop import soon
+
+ASK = {"user_id": "u", "arms": ARMS}
+
+
+@pytest.fixture(autouse=True)
+def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.replica.TAIL_BLOCK_MS", 100)
+
+
+@pytest.fixture
+async def http(redis: Redis, valkey_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_app(valkey_url) as (_, client):
+        yield client
+
+
+async def patched(http: httpx.AsyncClient, **changes: object) -> dict[str, object]:
+    answer = await http.patch("/admin/config", json=changes)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_a_change_holds_at_once_and_goes_back_with_null(http: httpx.AsyncClient) -> None:
+    before = (await http.get("/admin/config")).json()
+    assert (before["settings"]["policy"], before["settings"]["epsilon"], before["overridden"]) == (
+        "ucb-floor",
+        0.02,
+        [],
+    )
+    changed = await patched(http, epsilon=1.0)
+    assert changed["overridden"] == ["epsilon"]
+    assert changed["revision"] > before["revision"]
+    assert (await http.get("/admin/config")).json() == changed
+    item = (await http.post("/recommend", json=ASK)).json()["items"][0]
+    assert item["propensity"] == 0.25  # all arms alike
+    await patched(http, policy="ucb")
+    assert (await http.post("/recommend", json=ASK)).json()["policy"] == "ucb"
+    back = await patched(http, epsilon=None, policy=None)
+    assert (back["settings"], back["overridden"]) == (before["settings"], [])
+
+
+async def test_the_learner_goes_by_new_settings(http: httpx.AsyncClient, valkey_url: str) -> None:
+    async with worker_running(valkey_url):
+        await http.post("/recommend", json={**ASK, "decision_id": "d"})
+        await http.post("/feedback?wait=applied", json={"decision_id": "d", "reward": 1})
+        first = (await http.post("/recommend", json=ASK)).json()["items"][0]
+        assert first["bonus"] > 0
+        assert (await patched(http, alpha=0))["settings"]["alpha"] == 0  # type: ignore[index]
+        second = (await http.post("/recommend", json=ASK)).json()["items"][0]
+        assert second["bonus"] == 0
+        await http.post("/recommend", json={**ASK, "decision_id": "e"})
+        told = await http.post("/feedback?wait=applied", json={"decision_id": "e", "reward": 1})
+        assert told.json()["applied"] is True
+
+
+async def test_other_processes_and_later_ones_go_by_it_too(redis: Redis, valkey_url: str) -> None:
+    async with running_app(valkey_url) as (_, here), running_app(valkey_url) as (_, there):
+        await patched(here, policy="squarecb", alpha=0.5)
+
+        async def adopted() -> bool:
+            settings = (await there.get("/admin/config")).json()["settings"]
+            return (settings["policy"], settings["alpha"]) == ("squarecb", 0.5)
+
+        await soon(adopted)
+        assert (await there.post("/recommend", json=ASK)).json()["policy"] == "squarecb"
+    async with running_app(valkey_url, policy="ucb") as (_, later):
+        assert (await later.post("/recommend", json=ASK)).json()["policy"] == "squarecb"
+        assert (await patched(later, policy=None))["settings"]["policy"] == "ucb"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"epsilon": 2}, "epsilon"),
+        ({"epsilon": "0.1"}, "epsilon"),
+        ({"nu": 0.5}, "nu"),
+        ({"policy": "random"}, "policy"),
+        ({"preset": "default"}, "preset"),
+        ({"baseline": [""]}, "baseline[0]"),
+        ({"serving": True}, "serving"),
+    ],
+)
+async def test_what_cannot_be_set_changes_nothing(http: httpx.AsyncClient, body: dict[str, object], field: str) -> None:
+    before = (await http.get("/admin/config")).json()
+    answer = await http.patch("/admin/config", json=body)
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, field), answer.text
+    assert (await http.get("/admin/config")).json() == before
+
+
+async def test_a_setting_that_the_preset_has_not(redis: Redis, valkey_url: str) -> None:
+    async with running_app(valkey_url, preset="default", width=None, user_steps=None) as (_, http):
+        answer = await http.patch("/admin/config", json={"gamma": 0.5})
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "gamma")
+
+
+async def test_nobody_writes_over_a_change_that_they_have_not_seen(http: httpx.AsyncClient) -> None:
+    seen = (await http.get("/admin/config")).json()["revision"]
+    assert (await http.patch(f"/admin/config?revision={seen}", json={"epsilon": 0.1})).status_code == 200
+    late = await http.patch(f"/admin/config?revision={seen}", json={"epsilon": 0.2})
+    assert (late.status_code, late.json()["type"]) == (409, "/problems/settings-changed")
+    assert (await http.get("/admin/config")).json()["settings"]["epsilon"] == 0.1
+
+
+class TestKillSwitch:
+    async def test_the_baseline_is_served_whatever_the_learner_makes_of_the_arms(self, http: httpx.AsyncClient) -> None:
+        await patched(http, serving="baseline", baseline=["arm 2", "arm 9", "arm 1"])
+        answer = (await http.post("/recommend", json={**ASK, "k": 4, "decision_id": "d"})).json()
+        assert answer["policy"] == "baseline"
+        assert [item["arm_id"] for item in answer["items"]] == ["arm 2", "arm 1", "arm 0", "arm 3"]
+        assert {item["propensity"] for item in answer["items"]} == {1.0}
+        again = (await http.post("/recommend", json={**ASK, "k": 4, "decision_id": "d"})).json()
+        assert again["items"] == answer["items"]
+        misfits = [{"id": "odd", "features": [1, 2]}, {"id": "even", "features": [3, 4]}]
+        assert (await http.post("/recommend", json={"user_id": "u", "arms": misfits})).status_code == 200
+        await patched(http, serving="learner")
+        assert (await http.post("/recommend", json=ASK)).json()["policy"] == "ucb-floor"
+
+
+class TestAudit:
+    async def test_every_change_is_written_down_without_secrets(self, redis: Redis, valkey_url: str) -> None:
+        admin = FreshKey.generate()
+        async with running_app(valkey_url, admin_keys={admin.digest}) as (_, http):
+            http.headers["X-API-Key"] = admin.key
+            await http.patch("/admin/config", json={"epsilon": 0.5}, headers={"X-Request-ID": "change-1"})
+            await http.patch("/admin/config", json={"epsilon": 7})  # refused
+            await http.delete("/admin/users/somebody-by-name")
+            await http.post("/admin/namespaces", json={"name": "shop"})
+            await http.get("/admin/config")
+            lines = (await http.get("/admin/audit")).json()["lines"]
+        assert [line["action"] for line in lines] == [
+            "POST /admin/namespaces",
+            "DELETE /admin/users/{user_id}",
+            "PATCH /admin/config",
+        ]
+        assert {line["actor"] for line in lines} == {admin.digest[:8]}
+        assert (lines[2]["request_id"], lines[2]["detail"]) == (
+            "change-1",
+            {"before": {"epsilon": 0.02}, "after": {"epsilon": 0.5}},
+        )
+        assert lines[0]["detail"] == {"name": "shop"}
+        text = str(lines)
+        assert admin.key not in text
+        assert "somebody-by-name" not in text
+
+    async def test_pages(self, http: httpx.AsyncClient) -> None:
+        for step in range(5):
+            await patched(http, epsilon=step / 10)
+        first = (await http.get("/admin/audit?limit=3")).json()
+        rest = (await http.get(f"/admin/audit?limit=3&cursor={first['cursor']}")).json()
+        found = [line["detail"]["after"]["epsilon"] for line in first["lines"] + rest["lines"]]
+        assert found == [0.4, 0.3, 0.2, 0.1, 0.0]
+        assert rest["cursor"] is None
