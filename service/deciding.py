@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 from uuid import uuid4
 
@@ -10,15 +11,16 @@ import numpy as np
 from models.exploration import build_policy, decision_draws, draw_slate
 from models.features import FeatureError, assemble
 from service.breaker import StoreBreaker
-from service.contracts import Recommendation, RecommendCommand
+from service.contracts import Activation, Recommendation, RecommendCommand
 from service.errands import Errands
-from service.errors import InvalidInput, Unavailable
+from service.errors import InvalidInput, Unavailable, UnknownDecision
 from service.records import now_ms, recommendation_of
 from service.served import ScoreRequest
 from service.serving import Serving, ServingRoom
 from service.settings import Settings
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.errors import StoreUnavailable
+from store.reward_rules import RewardRules
 from store.users import UserStore
 
 
@@ -34,8 +36,10 @@ class Decider:
         users: UserStore,
         decisions: DecisionStore,
         room: ServingRoom,
+        rules: Callable[[], RewardRules],
     ) -> None:
         self._settings = settings
+        self._rules = rules
         self._seed = seed
         self._breaker = breaker
         self._users = users
@@ -95,12 +99,29 @@ class Decider:
             cold_start=None if scores.user_events else "meta",
             created_ms=now_ms(),
             incarnation=scores.incarnation,
+            deferred=command.deferred,
         )
+        overdue_ms = None if decision.deferred else self._rules().overdue_ms(decision.created_ms)
         # Whoever raced us with the same id and was first has decided for both.
-        standing = await store.run(lambda: self._decisions.put(decision))
+        standing = await store.run(lambda: self._decisions.put(decision, overdue_ms=overdue_ms))
         if standing is None:
             return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
         return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+
+    async def activate(self, decision_id: str) -> Activation:
+        """Have a deferred decision count from now on; one that counts already goes on as it is."""
+        activated_ms = now_ms()
+        decision = await self._breaker.call(
+            lambda: self._decisions.activate(
+                decision_id,
+                activated_ms,
+                window_ms=self._settings.reward_window_s * 1_000,
+                overdue_ms=self._rules().overdue_ms(activated_ms),
+            )
+        )
+        if decision is None:
+            raise UnknownDecision("no such decision, or its reward window is over")
+        return Activation(decision.decision_id, decision.since_ms)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""

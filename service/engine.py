@@ -13,6 +13,7 @@ from models.settings import LearnerSettings, stored_settings
 from models.threads import use_threads
 from service.breaker import StoreBreaker
 from service.contracts import (
+    Activation,
     CheckResult,
     FeedbackOutcome,
     Recommendation,
@@ -24,8 +25,9 @@ from service.deciding import Decider
 from service.metrics import Metrics
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
-from service.settings import Settings, SettingsError, learner_settings
+from service.settings import Settings, SettingsError, learner_settings, reward_rules
 from service.snapshots import SnapshotDesk
+from store.awaiting import AwaitingStore
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecisionStore
@@ -76,11 +78,12 @@ class Engine:
         record = await self._namespaces.open_or_create(
             settings.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()
         )
-        self._record = await self._reconcile(record, learner)
+        rules = reward_rules(settings)
+        self._record = await self._namespaces.set_reward_rules(await self._reconcile(record, learner), rules)
         keys, store_epoch = self._record.keys, self._record.store_epoch
         self._users = UserStore(self._redis, keys, store_epoch, samples_kept=settings.samples_kept)
         self._epochs = EpochStore(self._redis, keys, store_epoch)
-        self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s)
+        self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s + settings.late_window_s)
         self._events = EventStream(
             self._confirming,
             keys,
@@ -92,8 +95,19 @@ class Engine:
         self._room = ServingRoom(
             settings, self._namespaces, self._record, self._users, self._epochs, self._compute, self._metrics
         )
-        self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, self._room)
-        self._rewards = RewardDesk(settings, self._breaker, self._users, self._decisions, self._events, self._room)
+        self._decider = Decider(
+            settings, self._record.seed, self._breaker, self._users, self._decisions, self._room, lambda: rules
+        )
+        self._rewards = RewardDesk(
+            settings,
+            self._breaker,
+            self._users,
+            self._decisions,
+            self._events,
+            AwaitingStore(self._redis, keys),
+            self._room,
+            lambda: rules,
+        )
         await self._room.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
@@ -113,6 +127,10 @@ class Engine:
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
         return await self._decider.recommend(command)
+
+    async def activate(self, decision_id: str) -> Activation:
+        """Have a deferred decision count from now on; one that counts already goes on as it is."""
+        return await self._decider.activate(decision_id)
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""

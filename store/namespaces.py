@@ -11,6 +11,7 @@ from store.connection import Store, as_bytes, as_int, as_text, command, pipeline
 from store.errors import CorruptRecord, NamespaceConflict, StoreReset
 from store.events import create_groups
 from store.keys import NamespaceKeys
+from store.reward_rules import RewardRules
 from store.scripts import load_script
 
 Json: TypeAlias = Any
@@ -31,13 +32,23 @@ class NamespaceRecord:
     layout: dict[str, Json] | None
     revision: int
     state: Literal["creating", "ready"]
+    #: RewardRules as JSON; None: those by default.
+    rewards: dict[str, Json] | None = None
+
+    @property
+    def reward_rules(self) -> RewardRules:
+        """What rewards mean here."""
+        return RewardRules.from_json(self.rewards)
 
     @property
     def keys(self) -> NamespaceKeys:
         return NamespaceKeys(self.name, self.partitions)
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False).encode()
+        fields = asdict(self)
+        if self.rewards is None:
+            del fields["rewards"]  # as records were before there were rules
+        return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
 
     @staticmethod
     def decode(blob: bytes) -> NamespaceRecord:
@@ -53,9 +64,11 @@ class NamespaceRecord:
                 "revision": int,
             }
             wrong = [name for name, kind in types.items() if not isinstance(fields[name], kind)]
-            if wrong or not isinstance(record.layout, dict | None) or record.state not in ("creating", "ready"):
-                raise CorruptRecord(f"a namespace record has wrong fields: {wrong or ['layout or state']}")
+            optional = isinstance(record.layout, dict | None) and isinstance(record.rewards, dict | None)
+            if wrong or not optional or record.state not in ("creating", "ready"):
+                raise CorruptRecord(f"a namespace record has wrong fields: {wrong or ['layout, rewards or state']}")
             NamespaceKeys(record.name, record.partitions)
+            RewardRules.from_json(record.rewards)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptRecord(f"not a namespace record: {error}") from error
         return record
@@ -139,6 +152,18 @@ class Namespaces:
                 f"namespace {record.name} is at revision {current.revision}, not {record.revision}: load it again"
             )
         return wanted
+
+    async def set_reward_rules(self, record: NamespaceRecord, rules: RewardRules) -> NamespaceRecord:
+        """Change what rewards mean, whatever else of the record is changed meanwhile; the record that holds then."""
+        for _ in range(MAX_RACES):
+            if record.reward_rules == rules:
+                return record
+            wanted = replace(record, rewards=rules.to_json(), revision=record.revision + 1)
+            current = await self._compare_and_set(record, wanted)
+            if current is None:
+                return wanted
+            record = current
+        raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
 
     async def _finish(self, record: NamespaceRecord) -> NamespaceRecord:
         """Mark a namespace ready, or find that somebody else who completed it did."""

@@ -1,4 +1,5 @@
-"""The worker process: a consumer for each partition of its share, one meta-trainer, one thread for tensors."""
+"""The worker process: a consumer for each partition of its share, one meta-trainer, one eye on overdue rewards, one
+thread for tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ import uvloop
 
 from models.device import choose_device
 from models.threads import use_threads
+from store.awaiting import AwaitingStore
 from store.connection import check_server, connect
+from store.decisions import DecisionStore
 from store.epochs import EpochStore
 from store.errors import StoreReset, StoreUnavailable
 from store.events import EventStream
@@ -29,6 +32,7 @@ from worker.consumer import Consumer
 from worker.desk import FittingDesk
 from worker.meta import MetaTrainer
 from worker.model import NamespaceModel, wait_for_namespace
+from worker.overdue import OverdueRewards
 from worker.publisher import Publisher
 from worker.shares import PARTITION_LEASE_MS, PartitionShares
 
@@ -100,6 +104,14 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
                     partition, name, streams, publisher, ending, on_applied=meta.count
                 ),
             )
+            overdue = OverdueRewards(
+                AwaitingStore(redis, record.keys),
+                DecisionStore(redis, record.keys, ttl_s=1),  # writes none
+                streams,
+                model,
+                stopping,
+                partitions=lambda: shares.partitions,
+            )
             if armed():
                 log.warning("failpoints are armed: this process will kill itself")
             log.info("worker ready", consumer=name, namespace=record.name, partitions=record.partitions)
@@ -107,6 +119,7 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_until_the_end(meta.run(), stopping))
                     tasks.create_task(_until_the_end(shares.run(), stopping))
+                    tasks.create_task(_until_the_end(overdue.run(), stopping))
             except* StoreReset as lost:
                 reset = lost
         if reset is not None:
