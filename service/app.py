@@ -17,14 +17,25 @@ from service.metrics import Metrics
 from service.middleware import RequestContext
 from service.openapi import DESCRIPTION, install_openapi
 from service.problems import install_handlers
-from service.routes import config, dead_letters, feedback, health, namespaces, recommend, snapshots, users
+from service.routes import config, dead_letters, decisions, feedback, health, namespaces, recommend, snapshots, users
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.recommenders import Recommenders
 
 ROUTERS: Final = tuple(
-    module.router for module in (recommend, feedback, health, users, dead_letters, snapshots, config, namespaces)
+    module.router
+    for module in (
+        recommend,
+        decisions,
+        feedback,
+        users,
+        dead_letters,
+        snapshots,
+        config,
+        namespaces,
+        health,
+    )
 )
 
 _log = structlog.stdlib.get_logger(__name__)

@@ -39,6 +39,8 @@ class RecommendCommand:
     decision_id: str | None
     #: SHA-256 of the request without its decision_id: the same decision_id with another one is a conflict.
     fingerprint: str
+    #: The decision counts only once it is activated.
+    deferred: bool = False
 
 
 @final
@@ -69,6 +71,8 @@ class RewardCommand:
     arm_id: str | None
     reward: float
     event_id: str | None
+    #: Where in the request it stood, for errors to name.
+    path: tuple[str | int, ...] = ()
 
 
 @final
@@ -91,6 +95,15 @@ class FeedbackOutcome:
     rejected: tuple[Rejection, ...]
     #: Whether all of them are in the served model; None when the caller did not wait for it.
     applied: bool | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A decision that counts, and since when."""
+
+    decision_id: str
+    activated_ms: int
 
 
 @final

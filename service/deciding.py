@@ -11,9 +11,9 @@ from models.exploration import decision_draws, draw_slate
 from models.features import FeatureError, assemble
 from service.baseline import BASELINE_POLICY, baseline_items, nothing_seen
 from service.breaker import StoreBreaker
-from service.contracts import Recommendation, RecommendCommand
+from service.contracts import Activation, Recommendation, RecommendCommand
 from service.errands import Errands
-from service.errors import InvalidInput, Unavailable
+from service.errors import InvalidInput, Unavailable, UnknownDecision
 from service.live import LiveSettings
 from service.records import now_ms, recommendation_of
 from service.served import ScoreRequest
@@ -54,7 +54,8 @@ class Decider:
         else:
             decision = await self._by_learner(command, decision_id, store)
         # Whoever raced us with the same id and was first has decided for both.
-        standing = await store.run(lambda: self._decisions.put(decision))
+        overdue_ms = None if decision.deferred else self._live.rules.overdue_ms(decision.created_ms)
+        standing = await store.run(lambda: self._decisions.put(decision, overdue_ms=overdue_ms))
         if standing is None:
             return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
         return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
@@ -74,6 +75,7 @@ class Decider:
             user_version=0,
             cold_start=None,
             created_ms=now_ms(),
+            deferred=command.deferred,
         )
 
     async def _by_learner(self, command: RecommendCommand, decision_id: str, store: Errands) -> Decision:
@@ -122,7 +124,23 @@ class Decider:
             cold_start=None if scores.user_events else "meta",
             created_ms=now_ms(),
             incarnation=scores.incarnation,
+            deferred=command.deferred,
         )
+
+    async def activate(self, decision_id: str) -> Activation:
+        """Have a deferred decision count from now on; one that counts already goes on as it is."""
+        activated_ms = now_ms()
+        decision = await self._breaker.call(
+            lambda: self._decisions.activate(
+                decision_id,
+                activated_ms,
+                window_ms=self._live.settings.reward_window_s * 1_000,
+                overdue_ms=self._live.rules.overdue_ms(activated_ms),
+            )
+        )
+        if decision is None:
+            raise UnknownDecision("no such decision, or its reward window is over")
+        return Activation(decision.decision_id, decision.since_ms)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""

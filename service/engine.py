@@ -14,6 +14,7 @@ import structlog
 from models.threads import use_threads
 from service.breaker import StoreBreaker
 from service.contracts import (
+    Activation,
     CheckResult,
     FeedbackOutcome,
     Recommendation,
@@ -27,9 +28,10 @@ from service.metrics import Metrics
 from service.reconciling import reconcile
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
-from service.settings import Settings, SettingsError, learner_settings
+from service.settings import Settings, SettingsError, learner_settings, reward_rules
 from service.snapshots import SnapshotDesk
 from store.audit import AuditLine, AuditLog
+from store.awaiting import AwaitingStore
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecisionStore
@@ -83,11 +85,13 @@ class Engine:
         record = await self._namespaces.open_or_create(
             self.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()
         )
-        self._live = LiveSettings(self._deployment, await reconcile(self._namespaces, record, learner))
+        rules = reward_rules(settings)
+        reconciled = await reconcile(self._namespaces, record, learner)
+        self._live = LiveSettings(self._deployment, await self._namespaces.set_reward_rules(reconciled, rules))
         keys, store_epoch = self._live.record.keys, self._live.record.store_epoch
         self._users = UserStore(self._redis, keys, store_epoch, samples_kept=settings.samples_kept)
         self._epochs = EpochStore(self._redis, keys, store_epoch)
-        self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s)
+        self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s + settings.late_window_s)
         self._events = EventStream(
             self._confirming,
             keys,
@@ -99,7 +103,15 @@ class Engine:
         self._desk = SnapshotDesk(self._redis, settings, self._live.record)
         self._room = ServingRoom(self._live, self._namespaces, self._users, self._epochs, self._compute, self._metrics)
         self._decider = Decider(self._live, self._breaker, self._users, self._decisions, self._room)
-        self._rewards = RewardDesk(self._live, self._breaker, self._users, self._decisions, self._events, self._room)
+        self._rewards = RewardDesk(
+            self._live,
+            self._breaker,
+            self._users,
+            self._decisions,
+            self._events,
+            AwaitingStore(self._redis, keys),
+            self._room,
+        )
         await self._room.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self.namespace, preset=learner.preset)
@@ -121,6 +133,10 @@ class Engine:
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
         return await self._decider.recommend(command)
+
+    async def activate(self, decision_id: str) -> Activation:
+        """Have a deferred decision count from now on; one that counts already goes on as it is."""
+        return await self._decider.activate(decision_id)
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
@@ -164,8 +180,10 @@ class Engine:
         """Override some settings in the record as it is known here; False when it is another one by now."""
         known = self._live.record
         overrides, settings = self._live.proposed(patch)
-        learner = learner_settings(settings).to_json()
-        changed = await self._breaker.call(lambda: self._namespaces.change(known, overrides=overrides, learner=learner))
+        learner, rewards = learner_settings(settings).to_json(), reward_rules(settings).to_json()
+        changed = await self._breaker.call(
+            lambda: self._namespaces.change(known, overrides=overrides, learner=learner, rewards=rewards)
+        )
         if changed is not None:
             await self._adopt(changed)
         return changed is not None

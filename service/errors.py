@@ -10,6 +10,7 @@
     ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
     ├── UserReset            409  /problems/user-reset            the user was forgotten or restored since the decision
+    ├── NotActivated         409  /problems/not-activated         the decision is deferred and was not activated yet
     ├── NotReplayable        409  /problems/not-replayable        the dead letter cannot be put back
     ├── NamespaceExists      409  /problems/namespace-exists      the name of a new namespace is taken
     ├── SettingsChanged      409  /problems/settings-changed      the settings are not of the revision that was given
@@ -171,6 +172,18 @@ class UserReset(ServiceError):
     status = 409
     slug = "user-reset"
     title = "User began anew"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, errors=[FieldError("decision_id", detail)])
+
+
+@final
+class NotActivated(ServiceError):
+    """The decision is deferred and was not activated yet: the reward can be sent again once it is."""
+
+    status = 409
+    slug = "not-activated"
+    title = "Not activated"
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, errors=[FieldError("decision_id", detail)])

@@ -112,14 +112,18 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         k=request.k,
         decision_id=request.decision_id,
         fingerprint=fingerprint(request),
+        deferred=request.deferred,
     )
 
 
-def reward_commands(payload: Any) -> tuple[list[RewardCommand], bool]:
-    """Validate a POST /feedback; whether it was a batch decides how a rejection is told."""
+def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCommand], bool]:
+    """Validate a POST /feedback; whether it was a batch decides how a rejection is told.
+
+    `key` stands for event ids that are left out.
+    """
     if not (isinstance(payload, dict) and "events" in payload):
         reward = validated(RewardIn, members_of(payload, RewardIn))
-        return [_reward_command(reward)], False
+        return [_reward_command(reward, (), key)], False
     members = members_of(payload, RewardBatch)
     events = members["events"]
     if isinstance(events, list):
@@ -128,7 +132,11 @@ def reward_commands(payload: Any) -> tuple[list[RewardCommand], bool]:
         for place, event in enumerate(events):
             if isinstance(event, dict):
                 members_of(event, RewardIn, ("events", place))
-    return [_reward_command(reward) for reward in validated(RewardBatch, members).events], True
+    rewards = validated(RewardBatch, members).events
+    return [
+        _reward_command(reward, ("events", place), None if key is None else f"{key}:{place}")
+        for place, reward in enumerate(rewards)
+    ], True
 
 
 def fingerprint(request: RecommendRequest) -> str:
@@ -136,6 +144,8 @@ def fingerprint(request: RecommendRequest) -> str:
     parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode(), _canonical(request.context)]
     for arm in request.arms:
         parts += (arm.id.encode(), _canonical(arm.features))
+    if request.deferred:
+        parts.append(b"deferred")
     # With the lengths in front, no two lists of parts are the same bytes.
     return hashlib.sha256(array("q", map(len, parts)).tobytes() + b"".join(parts)).hexdigest()
 
@@ -194,5 +204,5 @@ def validated(model: type[Model], members: dict[str, Any]) -> Model:
         raise invalid_input(error) from None
 
 
-def _reward_command(reward: RewardIn) -> RewardCommand:
-    return RewardCommand(reward.decision_id, reward.arm_id, reward.reward, reward.event_id)
+def _reward_command(reward: RewardIn, path: tuple[str | int, ...], event_id: str | None) -> RewardCommand:
+    return RewardCommand(reward.decision_id, reward.arm_id, reward.reward, reward.event_id or event_id, path)

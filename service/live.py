@@ -12,11 +12,15 @@ from typing import Any, Final, final
 from pydantic import ValidationError
 
 from models.exploration import Policy, build_policy
-from service.settings import LEARNER_SETTINGS, Settings, SettingsError, learner_settings, told
+from service.settings import LEARNER_SETTINGS, Settings, SettingsError, learner_settings, reward_rules, told
 from store.namespaces import NamespaceRecord
+from store.reward_rules import RewardRules
 
 #: What may be changed while a namespace is served.
-LIVE: Final = ("alpha", "nu", "gamma", "policy", "epsilon", "squarecb_gamma", "serving", "baseline")
+LIVE: Final = (
+    "alpha", "nu", "gamma", "policy", "epsilon", "squarecb_gamma", "serving", "baseline",
+    "reward_min", "reward_max", "repeated_rewards", "default_reward", "reward_wait_s",
+)  # fmt: skip
 #: Settings of the learner, which differ from preset to preset.
 OF_PRESET: Final = ("learner", *LEARNER_SETTINGS)
 #: What else a namespace may have of its own, from its creation on.
@@ -42,6 +46,7 @@ def overridden(deployment: Settings, name: str, overrides: Mapping[str, Any]) ->
     except ValidationError as error:
         raise SettingsError(told(error)) from None
     learner_settings(settings)
+    reward_rules(settings)
     return settings
 
 
@@ -52,6 +57,7 @@ class LiveSettings:
     record: NamespaceRecord
     settings: Settings
     policy: Policy
+    rules: RewardRules
 
     def __init__(self, deployment: Settings, record: NamespaceRecord) -> None:
         self._deployment = deployment
@@ -61,6 +67,7 @@ class LiveSettings:
         """Go by a record from now on."""
         settings = overridden(self._deployment, record.name, record.overrides)
         self.policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
+        self.rules = reward_rules(settings)
         self.record, self.settings = record, settings
 
     def proposed(self, patch: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:

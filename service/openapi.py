@@ -24,7 +24,7 @@ Online recommendations that learn: ask which arm to show a user, say how it went
 that user, for users who agree with them, and for users never seen.
 
 1. `POST /recommend` with the user and the arms there are; show the first item of the answer.
-2. `POST /feedback` with the `decision_id` of the answer and a reward between 0 and 1.
+2. `POST /feedback` with the `decision_id` of the answer and a reward, between 0 and 1 unless another range is set.
 
 Errors are problem documents (RFC 9457); `instance` is the request id to look for in the logs.
 """
@@ -55,8 +55,9 @@ def problem_responses(*errors: type[ServiceError]) -> dict[int | str, dict[str, 
         headers = {
             "Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait before the next try."}
         }
+        before = documents.get(error.status, {"description": ""})["description"]
         documents[error.status] = {
-            "description": (error.__doc__ or error.title).strip(),
+            "description": f"{before} {(error.__doc__ or error.title).strip()}".strip(),
             "content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}},
             **({"headers": headers} if error.status == 503 else {}),
         }

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from urllib.parse import quote
 
 from service.contracts import Recommendation, Rejection, RewardCommand
 from service.errors import DecisionConflict
-from store.decisions import Decision
+from store.decisions import BASELINE, Decision
 from store.events import RewardEvent
+from store.reward_rules import RewardRules
+from store.rewards import plain_event_id
 
 
-def reward_event(command: RewardCommand, decision: Decision | None, index: int) -> RewardEvent | Rejection:
-    """What a reward of a decision has to be learned from, or why it cannot be."""
+def reward_event(
+    command: RewardCommand, decision: Decision | None, index: int, rules: RewardRules, window_ms: int
+) -> RewardEvent | Rejection:
+    """What a reward of a decision has to be learned from, or why it cannot be.
+
+    A decision takes rewards for `window_ms` since it counts.
+    """
     if decision is None:
-        return Rejection(index, "unknown-decision", "no such decision, or its reward window is over")
+        return Rejection(index, "unknown-decision", "no such decision, or it is not kept any more")
     arms = {item.arm_id: place for place, item in enumerate(decision.items)}
     arm_id = command.arm_id
     if arm_id is None:
@@ -23,21 +29,19 @@ def reward_event(command: RewardCommand, decision: Decision | None, index: int) 
         arm_id = decision.items[0].arm_id
     if arm_id not in arms:
         return Rejection(index, "unknown-arm", "the decision did not choose this arm")
-    item = decision.items[arms[arm_id]]
-    return RewardEvent(
-        # A colon may stand in both ids; quoted, it ends the first.
-        event_id=command.event_id or f"{quote(decision.decision_id)}:{arm_id}",
-        decision_id=decision.decision_id,
-        user_id=decision.user_id,
-        arm_id=arm_id,
-        features=decision.features[arms[arm_id]],
-        reward=command.reward,
-        propensity=item.propensity,
-        epoch=decision.epoch,
-        decided_ms=decision.created_ms,
-        received_ms=now_ms(),
-        phi=decision.phi[arms[arm_id]],
-        incarnation=decision.incarnation,
+    if decision.policy == BASELINE:
+        return Rejection(index, "not-learned", "the decision is of the baseline, and nothing is learned from it")
+    received_ms = now_ms()
+    if received_ms - decision.since_ms > window_ms:
+        return Rejection(index, "late", "the reward window is over: the reward is counted as late and not learned")
+    if not decision.active:
+        return Rejection(index, "not-activated", "the decision is deferred: activate it, then send the reward again")
+    return RewardEvent.of(
+        decision,
+        arms[arm_id],
+        rules.scaled(command.reward),
+        event_id=command.event_id or plain_event_id(decision.decision_id, arm_id),
+        received_ms=received_ms,
     )
 
 

@@ -18,6 +18,8 @@ MAX_ID_CHARS: Final = 256
 MAX_ITEMS: Final = 100
 MAX_EVENTS: Final = 1000
 DECISION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+#: Visible ASCII; with the place in a batch behind it, it is still shorter than an event_id may be.
+IDEMPOTENCY_KEY_PATTERN: Final = r"^[!-~]{1,200}$"
 CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 #: Pydantic puts the name of a union's member into the path of an error; these are taken out again.
@@ -125,6 +127,11 @@ class RecommendRequest(RequestModel):
         description="Makes the request safe to repeat: the same id with the same body gets the same answer, with "
         "another body 409. One is made up when left out.",
     )
+    deferred: bool = Field(
+        default=False,
+        description="The decision counts only once it is activated, when its choice is shown: until then it takes no "
+        "rewards.",
+    )
 
 
 @final
@@ -193,7 +200,9 @@ class RewardIn(RequestModel):
     arm_id: Identifier | None = Field(
         default=None, description="Which of the chosen arms; may be left out when one was chosen."
     )
-    reward: float = Field(ge=0, le=1, allow_inf_nan=False, description="0 is nothing, 1 is all one can wish for.")
+    reward: Number = Field(
+        description="Within the namespace's range, from 0 (nothing) to 1 (all one can wish for) unless it is set."
+    )
     event_id: Identifier | None = Field(
         default=None,
         description="Counts once however often it is sent. Left out, it is the decision and the arm: one reward "
@@ -228,7 +237,11 @@ class RejectionOut(BaseModel):
     """A reward that will not be learned."""
 
     index: int = Field(description="Its place in `events`, from 0.")
-    code: str = Field(examples=["unknown-decision", "unknown-arm", "arm-required", "user-reset"])
+    code: str = Field(
+        examples=[
+            "unknown-decision", "unknown-arm", "arm-required", "user-reset", "not-activated", "late", "not-learned",
+        ]
+    )  # fmt: skip
     detail: str
 
 

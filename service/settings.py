@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as BadSource
 
 from models.settings import LearnerSettings, named_settings
+from store.reward_rules import RewardRules
 
 STORE_SCHEMES = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
 #: Settings of the learner that have variables of their own.
@@ -144,6 +145,24 @@ class Settings(BaseSettings):
     reward_window_s: int = Field(
         default=86_400, ge=1, le=31_536_000, description="How long a decision waits for its rewards."
     )
+    late_window_s: int = Field(
+        default=86_400,
+        ge=0,
+        le=31_536_000,
+        description="How long after that it is kept, so that a late reward is told from one of an unknown decision.",
+    )
+    repeated_rewards: Literal["first", "last", "sum"] = Field(
+        default="sum", description="What several rewards of one arm of one decision count as."
+    )
+    reward_min: float = Field(default=0.0, description="The least reward there is; learned as 0.")
+    reward_max: float = Field(default=1.0, description="The greatest reward there is; learned as 1.")
+    default_reward: float | None = Field(
+        default=None,
+        description="What a decision without a reward is learned with after reward_wait_s; unset: it is not learned.",
+    )
+    reward_wait_s: float | None = Field(
+        default=None, description="How long a decision waits for a reward before default_reward is learned."
+    )
     dedupe_window_s: int = Field(
         default=604_800, ge=1, le=31_536_000, description="How long an event_id is remembered."
     )
@@ -258,6 +277,25 @@ def told(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
+def reward_rules(settings: Settings) -> RewardRules:
+    """What rewards mean, unless the namespace says otherwise."""
+    try:
+        rules = RewardRules(
+            repeated=settings.repeated_rewards,
+            reward_min=settings.reward_min,
+            reward_max=settings.reward_max,
+            default_reward=settings.default_reward,
+            wait_s=settings.reward_wait_s,
+        )
+    except ValueError as error:
+        raise SettingsError(
+            f"METABAN_REWARD_MIN, METABAN_REWARD_MAX, METABAN_DEFAULT_REWARD, METABAN_REWARD_WAIT_S: {error}"
+        ) from None
+    if rules.wait_s is not None and rules.wait_s > settings.reward_window_s:
+        raise SettingsError("METABAN_REWARD_WAIT_S: is longer than METABAN_REWARD_WINDOW_S, when rewards are late")
+    return rules
+
+
 def load_settings(**overrides: Any) -> Settings:
     """Settings of the environment; what is wrong with them is one readable SettingsError."""
     try:
@@ -268,6 +306,7 @@ def load_settings(**overrides: Any) -> Settings:
         # Not chained: the original repeats the values, and some of them are secrets.
         raise SettingsError(told(error)) from None
     learner_settings(settings)
+    reward_rules(settings)
     if settings.durability == "replicated" and settings.redis_url is None:
         raise SettingsError(
             "METABAN_DURABILITY: replicated needs replicas, and the private Valkey has none: set REDIS_URL to a "

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -37,9 +38,17 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "U64": np.dtype("<u8"),
     "BOOL": np.dtype("?"),
 }
-SAMPLE_FORMAT: Final = 1
-#: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch, received_ms
-SAMPLE_HEADER: Final = struct.Struct("<BHIIddqq")
+#: Written today, and what was written before samples had a key.
+SAMPLE_FORMAT: Final = 2
+KEYLESS_FORMAT: Final = 1
+#: By format: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch,
+#: received_ms; then key and by_default.
+SAMPLE_HEADERS: Final[Mapping[int, struct.Struct]] = {
+    KEYLESS_FORMAT: struct.Struct("<BHIIddqq"),
+    SAMPLE_FORMAT: struct.Struct("<BHIIddqqQ?"),
+}
+#: Of a sample that is never taken together with another.
+NO_KEY: Final = 0
 FLOAT32: Final = np.dtype("<f4")
 #: The library leaves its reader untyped: name, then dtype, shape and data of each tensor.
 _deserialize = cast(Callable[[bytes], list[tuple[str, dict[str, Any]]]], deserialize)
@@ -105,6 +114,10 @@ class Sample:
     arm_id: str
     #: φ, float32 [q]: what the learner noted of the arm when it decided; made later, it would know the reward.
     phi: np.ndarray = field(default_factory=nothing_noted)
+    #: The same in all samples of one arm of one decision; see `sample_key`.
+    key: int = NO_KEY
+    #: No reward came in time: the reward is the default one, and counts only while there is no other of its key.
+    by_default: bool = False
 
     def encode(self) -> bytes:
         arm = self.arm_id.encode()
@@ -112,7 +125,7 @@ class Sample:
         phi = np.ascontiguousarray(self.phi, dtype=FLOAT32)
         if features.ndim != 1 or phi.ndim != 1:
             raise ValueError(f"features and φ must be vectors, not of shapes {features.shape} and {phi.shape}")
-        header = SAMPLE_HEADER.pack(
+        header = SAMPLE_HEADERS[SAMPLE_FORMAT].pack(
             SAMPLE_FORMAT,
             len(arm),
             features.size,
@@ -121,16 +134,22 @@ class Sample:
             self.propensity,
             self.epoch,
             self.received_ms,
+            self.key,
+            self.by_default,
         )
         return header + arm + features.tobytes() + phi.tobytes()
 
     @staticmethod
     def decode(blob: bytes) -> Sample:
-        _, arm_bytes, d, _, reward, propensity, epoch, received_ms = _sample_header(blob)
-        start = SAMPLE_HEADER.size + arm_bytes
+        (_, _, d, _, reward, propensity, epoch, received_ms, *keyed), arm, start = _sample_header(blob)
         numbers = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
-        arm_id = blob[SAMPLE_HEADER.size : start].decode()
-        return Sample(numbers[:d], reward, propensity, epoch, received_ms, arm_id, numbers[d:])
+        return Sample(numbers[:d], reward, propensity, epoch, received_ms, arm.decode(), numbers[d:], *keyed)
+
+
+def sample_key(decision_id: str, arm_id: str) -> int:
+    """What tells the samples of one arm of one decision from all others of a user."""
+    joined = f"{len(decision_id)}:{decision_id}:{arm_id}".encode()
+    return int.from_bytes(blake2b(joined, digest_size=8).digest(), "little") or 1
 
 
 def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
@@ -138,30 +157,32 @@ def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
     sizes = set()
     numbers = []
     for blob in blobs:
-        _, arm_bytes, d, q, *_ = _sample_header(blob)
+        (_, _, d, q, *_), _, start = _sample_header(blob)
         sizes.add((d, q))
-        numbers.append(blob[SAMPLE_HEADER.size + arm_bytes :])
+        numbers.append(blob[start:])
     if not np.isfinite(np.frombuffer(b"".join(numbers), dtype=FLOAT32)).all():
         raise CorruptRecord("the numbers of a sample are not finite")
     return sizes
 
 
-def _sample_header(blob: bytes) -> tuple[int, int, int, int, float, float, int, int]:
-    """What stands before the arm id, if all of the sample is there and its own numbers make sense."""
-    try:
-        header: tuple[int, int, int, int, float, float, int, int] = SAMPLE_HEADER.unpack_from(blob)
-    except struct.error as error:
-        raise CorruptRecord("a sample is cut short") from error
-    form, arm_bytes, d, q, reward, propensity, _, _ = header
-    if form != SAMPLE_FORMAT:
-        raise CorruptRecord(f"a sample has the unknown format {form}")
-    start = SAMPLE_HEADER.size + arm_bytes
+def _sample_header(blob: bytes) -> tuple[tuple[Any, ...], bytes, int]:
+    """What stands before the arm id, the arm id, and where the numbers begin, if all of the sample is there and its
+    own numbers make sense."""
+    layout = SAMPLE_HEADERS.get(blob[0]) if blob else None
+    if blob and layout is None:
+        raise CorruptRecord(f"a sample has the unknown format {blob[0]}")
+    if layout is None or len(blob) < layout.size:
+        raise CorruptRecord("a sample is cut short")
+    header = layout.unpack_from(blob)
+    _, arm_bytes, d, q, reward, propensity, *_ = header
+    start = layout.size + arm_bytes
     if len(blob) != start + (d + q) * FLOAT32.itemsize:
         raise CorruptRecord("a sample has the wrong length")
     if not (math.isfinite(reward) and math.isfinite(propensity)):
         raise CorruptRecord("a sample is not finite")
+    arm = blob[layout.size : start]
     try:
-        blob[SAMPLE_HEADER.size : start].decode()
+        arm.decode()
     except UnicodeDecodeError as error:
         raise CorruptRecord("the arm id of a sample is not text") from error
-    return header
+    return header, arm, start

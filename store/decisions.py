@@ -1,17 +1,31 @@
-"""Decisions: what was recommended, kept for the reward window; the first writer of a decision id wins."""
+"""Decisions: what was recommended, kept while rewards may come; the first writer of a decision id wins.
+
+A deferred decision counts only once it is activated, and then from that moment on.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any, final
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha1
+from typing import Any, Final, final
 
 import numpy as np
 
+from store.awaiting import Awaited
 from store.codec import FLOAT32, decode_tensors, encode_tensors
-from store.connection import Store, as_bytes, as_int, command
+from store.connection import Argument, Store, as_bytes, as_int, command, pipeline
 from store.errors import CorruptRecord
 from store.keys import NamespaceKeys
+from store.scripts import load_script
+
+#: The policy of decisions that no learner made, and none learns from.
+BASELINE: Final = "baseline"
+#: How long after its rewards are overdue a decision is still there for a worker that comes late.
+OVERDUE_GRACE_MS: Final = 3_600_000
+log = logging.getLogger(__name__)
 
 
 @final
@@ -57,6 +71,23 @@ class Decision:
     cold_start: str | None
     created_ms: int
     incarnation: int = 0  # of the user when it was decided: its rewards count for no other
+    deferred: bool = False
+    activated_ms: int | None = None  # of a deferred one; None until then
+
+    @property
+    def active(self) -> bool:
+        """Whether it counts: rewards may come."""
+        return not self.deferred or self.activated_ms is not None
+
+    @property
+    def since_ms(self) -> int:
+        """When it began to count; of one that does not yet, when it was made."""
+        return self.created_ms if self.activated_ms is None else self.activated_ms
+
+    @property
+    def awaited(self) -> list[Awaited]:
+        """The arms that rewards may be learned for."""
+        return [] if self.policy == BASELINE else [Awaited(self.decision_id, item.rank) for item in self.items]
 
     def encode(self) -> bytes:
         tensors = {
@@ -77,6 +108,8 @@ class Decision:
             "cold_start": self.cold_start,
             "created_ms": self.created_ms,
             "incarnation": self.incarnation,
+            "deferred": self.deferred,
+            "activated_ms": self.activated_ms,
         }
         return encode_tensors(tensors, {"decision": json.dumps(fields, allow_nan=False)})
 
@@ -85,7 +118,7 @@ class Decision:
         tensors, metadata = decode_tensors(blob)
         try:
             fields: dict[str, Any] = json.loads(metadata["decision"])
-            cold_start = fields["cold_start"]
+            cold_start, activated_ms = fields["cold_start"], fields.get("activated_ms")
             decision = Decision(
                 decision_id=_text(fields["decision_id"]),
                 user_id=_text(fields["user_id"]),
@@ -99,6 +132,8 @@ class Decision:
                 cold_start=None if cold_start is None else _text(cold_start),
                 created_ms=as_int(fields["created_ms"]),
                 incarnation=as_int(fields.get("incarnation", 0)),
+                deferred=bool(fields.get("deferred", False)),
+                activated_ms=None if activated_ms is None else as_int(activated_ms),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptRecord(f"not a decision: {error!r}") from error
@@ -118,17 +153,73 @@ class DecisionStore:
         self._redis = redis
         self._keys = keys
         self._ttl_ms = max(1, round(ttl_s * 1_000))
+        self._decide = load_script(redis, "decide")
+        self._activate = load_script(redis, "activate")
 
-    async def put(self, decision: Decision) -> Decision:
-        """Store a decision unless its id is taken; the decision that holds, of whoever came first."""
+    async def put(self, decision: Decision, *, overdue_ms: int | None = None) -> Decision:
+        """Store a decision unless its id is taken; the decision that holds, of whoever came first.
+
+        With `overdue_ms` its arms wait for rewards until then, see `store.awaiting`.
+        """
         key = self._keys.decision(decision.decision_id)
-        stored = await command(self._redis, "SET", key, decision.encode(), "NX", "GET", "PX", self._ttl_ms)
+        if overdue_ms is None:
+            stored = await command(self._redis, "SET", key, decision.encode(), "NX", "GET", "PX", self._ttl_ms)
+        else:
+            stored = await self._decide.call(
+                self._waiting_keys(decision), [decision.encode(), *self._waiting_arguments(decision, overdue_ms)]
+            )
         return decision if stored is None else Decision.decode(as_bytes(stored))
 
+    async def activate(
+        self, decision_id: str, now_ms: int, *, window_ms: int, overdue_ms: int | None = None
+    ) -> Decision | None:
+        """Have a deferred decision count from now on, and keep it as long as one made now.
+
+        The decision that holds: one that is active stays as it is. None when it is gone, or was made more than
+        `window_ms` ago.
+        """
+        while True:
+            stored = await command(self._redis, "GET", self._keys.decision(decision_id))
+            decision = None if stored is None else Decision.decode(as_bytes(stored))
+            if decision is None or decision.active:
+                return decision
+            if now_ms - decision.created_ms > window_ms:
+                return None
+            activated = replace(decision, activated_ms=now_ms)
+            read = sha1(as_bytes(stored), usedforsecurity=False).hexdigest()
+            arguments = [read, activated.encode(), *self._waiting_arguments(activated, overdue_ms)]
+            if await self._activate.call(self._waiting_keys(activated), arguments):
+                return activated
+            # Somebody else was first, or it has just gone: the next look tells.
+
+    def _waiting_keys(self, decision: Decision) -> list[str]:
+        partition = self._keys.partition_of(decision.decision_id)
+        return [self._keys.decision(decision.decision_id), self._keys.awaiting(partition)]
+
+    def _waiting_arguments(self, decision: Decision, overdue_ms: int | None) -> list[Argument]:
+        """How long a decision is kept, and who waits until when."""
+        if overdue_ms is None:
+            return [self._ttl_ms, 0]
+        ttl_ms = max(self._ttl_ms, overdue_ms - decision.since_ms + OVERDUE_GRACE_MS)
+        return [ttl_ms, overdue_ms, *(each.encode() for each in decision.awaited)]
+
     async def get(self, decision_id: str) -> Decision | None:
-        """A decision whose reward window is open."""
+        """A decision that is still kept; its reward window may be over."""
         stored = await command(self._redis, "GET", self._keys.decision(decision_id))
         return None if stored is None else Decision.decode(as_bytes(stored))
+
+    async def load(self, decision_ids: Iterable[str]) -> dict[str, Decision]:
+        """Those of these decisions that are still kept, without any that are damaged."""
+        ids = list(dict.fromkeys(decision_ids))
+        replies = await pipeline(self._redis, [("GET", self._keys.decision(each)) for each in ids])
+        found: dict[str, Decision] = {}
+        for decision_id, stored in zip(ids, replies, strict=True):
+            try:
+                if stored is not None:
+                    found[decision_id] = Decision.decode(as_bytes(stored))
+            except CorruptRecord as error:
+                log.error("decision %r cannot be read: %s", decision_id, error)
+        return found
 
     async def rehearse(self) -> None:
         """Ask for a write that changes nothing, no decision having an empty id; refused whenever a write would be."""

@@ -251,6 +251,12 @@ class EventStream:
         if not done:
             raise FenceLost("not-pending", delivery.entry_id)
 
+    async def seen(self, ids: Iterable[tuple[str, str]]) -> list[bool]:
+        """Of each user id and event id, whether that event was taken within the dedupe window."""
+        return [
+            bool(reply) for reply in await pipeline(self._redis, [("EXISTS", self._keys.seen(*pair)) for pair in ids])
+        ]
+
     async def exists(self, partition: int, entry_id: str) -> bool:
         """Whether an event is still in its stream: neither applied nor buried."""
         key = self._keys.events(partition)

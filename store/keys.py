@@ -34,7 +34,8 @@ last and may hold anything, braces too: only the first tag of a key counts.
     seen:<user, event id>  string  entry id the event got: dedupe                              dedupe window
     dead_letters           stream  events given up on, with the reason                         none
     attempts               hash    entry id → attempts made on that event alone                with the event
-    decision:<decision id> string  one Decision                                                reward window
+    decision:<decision id> string  one Decision                                                reward and late window
+    awaiting               zset    rank:decision id → when its reward is overdue, in ms         none
     refit                  string  number of the last refit that wrote here                    none
     restored               string  generation of the last restore that wrote here              none
 """
@@ -137,6 +138,9 @@ class NamespaceKeys:
 
     def attempts(self, partition: int) -> str:
         return self._in(partition, "attempts")
+
+    def awaiting(self, partition: int) -> str:
+        return self._in(partition, "awaiting")
 
     def restored(self, partition: int) -> str:
         return self._in(partition, "restored")

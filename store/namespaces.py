@@ -11,6 +11,7 @@ from store.connection import Store, as_bytes, as_int, as_text, command, pipeline
 from store.errors import CorruptRecord, NamespaceConflict, StoreReset
 from store.events import create_groups
 from store.keys import NAMESPACE_NAMES, NamespaceKeys
+from store.reward_rules import RewardRules
 from store.scripts import load_script
 
 Json: TypeAlias = Any
@@ -36,13 +37,23 @@ class NamespaceRecord:
     state: Literal["creating", "ready", "deleted"]
     #: Settings in which the namespace differs from the deployment's.
     overrides: dict[str, Json] = field(default_factory=dict)
+    #: RewardRules as JSON; None: those by default.
+    rewards: dict[str, Json] | None = None
+
+    @property
+    def reward_rules(self) -> RewardRules:
+        """What rewards mean here."""
+        return RewardRules.from_json(self.rewards)
 
     @property
     def keys(self) -> NamespaceKeys:
         return NamespaceKeys(self.name, self.partitions)
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False).encode()
+        fields = asdict(self)
+        if self.rewards is None:
+            del fields["rewards"]  # as records were before there were rules
+        return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
 
     @staticmethod
     def decode(blob: bytes) -> NamespaceRecord:
@@ -58,10 +69,17 @@ class NamespaceRecord:
                 "revision": int,
             }
             wrong = [name for name, kind in types.items() if not isinstance(fields[name], kind)]
-            optional = isinstance(record.layout, dict | None) and isinstance(record.overrides, dict)
+            optional = (
+                isinstance(record.layout, dict | None)
+                and isinstance(record.overrides, dict)
+                and isinstance(record.rewards, dict | None)
+            )
             if wrong or not optional or record.state not in ("creating", "ready", "deleted"):
-                raise CorruptRecord(f"a namespace record has wrong fields: {wrong or ['layout, overrides or state']}")
+                raise CorruptRecord(
+                    f"a namespace record has wrong fields: {wrong or ['layout, overrides, rewards or state']}"
+                )
             NamespaceKeys(record.name, record.partitions)
+            RewardRules.from_json(record.rewards)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptRecord(f"not a namespace record: {error}") from error
         return record
@@ -190,6 +208,18 @@ class Namespaces:
         wanted = replace(fresh, revision=deleted.revision + 1)
         current = await self._compare_and_set(deleted, wanted)
         return wanted if current is None else current
+
+    async def set_reward_rules(self, record: NamespaceRecord, rules: RewardRules) -> NamespaceRecord:
+        """Change what rewards mean, whatever else of the record is changed meanwhile; the record that holds then."""
+        for _ in range(MAX_RACES):
+            if record.reward_rules == rules:
+                return record
+            wanted = replace(record, rewards=rules.to_json(), revision=record.revision + 1)
+            current = await self._compare_and_set(record, wanted)
+            if current is None:
+                return wanted
+            record = current
+        raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
 
     async def _finish(self, record: NamespaceRecord) -> NamespaceRecord:
         """Mark a namespace ready, or find that somebody else who completed it did."""

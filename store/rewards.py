@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, final
+from urllib.parse import quote
 
 import numpy as np
 
-from store.codec import FLOAT32, Sample, nothing_noted
+from store.codec import FLOAT32, Sample, nothing_noted, sample_key
+from store.decisions import Decision
 from store.errors import CorruptRecord
 
 EVENT_FORMAT: Final = b"1"
 INT64_MAX: Final = 2**63 - 1
+#: How the event ids of default rewards begin, and none that a client can send: those have no control characters.
+DEFAULT_MARK: Final = "\x1fdefault:"
+
+
+def plain_event_id(decision_id: str, arm_id: str) -> str:
+    """The id of a reward that comes without one: there is one for each arm of a decision."""
+    # A colon may stand in both ids; quoted, it ends the first.
+    return f"{quote(decision_id)}:{arm_id}"
+
+
+def default_event_id(decision_id: str, arm_id: str) -> str:
+    """The id of the default reward of an arm of a decision, whoever makes it and however often."""
+    return DEFAULT_MARK + plain_event_id(decision_id, arm_id)
 
 
 @final
@@ -32,6 +47,29 @@ class RewardEvent:
     received_ms: int
     phi: np.ndarray = field(default_factory=nothing_noted)  # float32 [q]: noted by the learner at decision time
     incarnation: int = 0  # of the user when it was decided: the reward counts for no other
+    by_default: bool = False  # nobody sent it: no reward came in time
+
+    @staticmethod
+    def of(
+        decision: Decision, place: int, reward: float, *, event_id: str, received_ms: int, by_default: bool = False
+    ) -> RewardEvent:
+        """The reward, between 0 and 1, of the item at a place of a decision."""
+        item = decision.items[place]
+        return RewardEvent(
+            event_id=event_id,
+            decision_id=decision.decision_id,
+            user_id=decision.user_id,
+            arm_id=item.arm_id,
+            features=decision.features[place],
+            reward=reward,
+            propensity=item.propensity,
+            epoch=decision.epoch,
+            decided_ms=decision.created_ms,
+            received_ms=received_ms,
+            phi=decision.phi[place],
+            incarnation=decision.incarnation,
+            by_default=by_default,
+        )
 
     def encode(self) -> dict[bytes, bytes]:
         """The fields of a stream entry."""
@@ -49,6 +87,7 @@ class RewardEvent:
             b"t0": str(int(self.decided_ms)).encode(),
             b"t1": str(int(self.received_ms)).encode(),
             b"i": str(int(self.incarnation)).encode(),
+            b"z": str(int(self.by_default)).encode(),
         }
 
     @staticmethod
@@ -70,6 +109,7 @@ class RewardEvent:
                 received_ms=int(fields[b"t1"]),
                 phi=np.frombuffer(fields[b"h"], dtype=FLOAT32).copy(),
                 incarnation=int(fields.get(b"i", b"0")),
+                by_default=fields.get(b"z", b"0") != b"0",
             )
         except (KeyError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             raise CorruptRecord(f"not a reward event: {error!r}") from error
@@ -83,4 +123,14 @@ class RewardEvent:
 
     def sample(self) -> Sample:
         """What the log of the user keeps."""
-        return Sample(self.features, self.reward, self.propensity, self.epoch, self.received_ms, self.arm_id, self.phi)
+        return Sample(
+            self.features,
+            self.reward,
+            self.propensity,
+            self.epoch,
+            self.received_ms,
+            self.arm_id,
+            self.phi,
+            sample_key(self.decision_id, self.arm_id),
+            self.by_default,
+        )

@@ -11,6 +11,7 @@ exactly once. Of the counters, in each partition and at every moment:
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar, final
 
@@ -39,7 +40,7 @@ __all__ = ["UpdateEntry", "UserState", "UserStore", "UserSummary", "UserUpdate"]
 #: Fields looked at by one step of a scan over the versions.
 SCAN_COUNT: Final = 1_000
 #: What is counted in every partition.
-COUNTERS: Final = ("enqueued", "applied", "voided", "buried", "replayed", "forgotten", "quarantined")
+COUNTERS: Final = ("enqueued", "applied", "voided", "buried", "replayed", "forgotten", "quarantined", "late")
 log = logging.getLogger(__name__)
 Decoded = TypeVar("Decoded")
 FENCE_REASONS: Final[dict[bytes, FenceReason]] = {
@@ -261,6 +262,14 @@ class UserStore:
     async def count_quarantined(self, partition: int, users: int) -> None:
         """Count learners that were put back to the prior; for people to see, nothing depends on it."""
         await command(self._redis, "HINCRBY", self._keys.counters(partition), "quarantined", users)
+
+    async def count_late(self, user_ids: Iterable[str]) -> None:
+        """Count rewards that came too late to be learned, one for each name; for people to see too."""
+        late = Counter(map(self.partition_of, user_ids))
+        await pipeline(
+            self._redis,
+            [("HINCRBY", self._keys.counters(partition), "late", rewards) for partition, rewards in late.items()],
+        )
 
     async def counters(self) -> dict[str, int]:
         """Sums over partitions of what was counted, ever."""

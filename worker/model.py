@@ -15,6 +15,7 @@ from models.settings import stored_settings
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreReset
 from store.namespaces import NamespaceRecord, Namespaces
+from store.reward_rules import RewardRules
 from worker.trainer import Trainer
 
 
@@ -40,6 +41,7 @@ class NamespaceModel:
         self._epochs = epochs
         self._device = device
         self._record = record
+        self._rules = record.reward_rules
         self._trainer: Trainer | None = None
         self._epoch: SharedEpoch | None = None
         self._adopted: tuple[int, str] | None = None
@@ -51,6 +53,11 @@ class NamespaceModel:
     def trainer(self) -> Trainer | None:
         """None until the first request has fixed the feature layout."""
         return self._trainer
+
+    @property
+    def rules(self) -> RewardRules:
+        """What rewards mean in the namespace."""
+        return self._rules
 
     @property
     def epoch_published(self) -> bool:
@@ -99,12 +106,13 @@ class NamespaceModel:
 
     def _adopt(self, record: NamespaceRecord, published: Epoch | None) -> None:
         self._record = record
+        self._rules = record.reward_rules
         if record.layout is None:
             self._trainer = None
             return
         settings = stored_settings(record.learner)
         learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
-        self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight)
+        self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight, rules=self._rules)
         self._adopt_epoch(self._trainer, published)
 
     def _adopt_epoch(self, trainer: Trainer, published: Epoch | None) -> None:

@@ -1,4 +1,5 @@
-"""What a worker does for one namespace: a consumer for each partition of its share, and one meta-trainer."""
+"""What a worker does for one namespace: a consumer for each partition of its share, one meta-trainer, one eye on
+overdue rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import Literal, final
 import structlog
 
 from models.device import choose_device
+from store.awaiting import AwaitingStore
 from store.connection import Store, connect
+from store.decisions import DecisionStore
 from store.epochs import EpochStore
 from store.errors import StoreReset, StoreUnavailable
 from store.events import EventStream
@@ -22,6 +25,7 @@ from worker.consumer import Consumer
 from worker.desk import FittingDesk
 from worker.meta import MetaTrainer
 from worker.model import NamespaceModel
+from worker.overdue import OverdueRewards
 from worker.publisher import Publisher
 from worker.shares import PARTITION_LEASE_MS, PartitionShares
 
@@ -104,6 +108,14 @@ class NamespaceWork:
                 partition, token, streams, publisher, leaving, on_applied=meta.count
             ),
         )
+        overdue = OverdueRewards(
+            AwaitingStore(redis, record.keys),
+            DecisionStore(redis, record.keys, ttl_s=1),  # writes none
+            streams,
+            model,
+            ending,
+            partitions=lambda: shares.partitions,
+        )
         log.info("worker ready", consumer=token, namespace=record.name, partitions=record.partitions)
         reset: BaseExceptionGroup[StoreReset] | None = None
         relay = asyncio.create_task(_relay(stopping, ending))
@@ -111,6 +123,7 @@ class NamespaceWork:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_until_the_end(meta.run(), ending))
                 tasks.create_task(_until_the_end(shares.run(), ending))
+                tasks.create_task(_until_the_end(overdue.run(), ending))
         except* StoreReset as lost:
             reset = lost
         finally:

@@ -54,6 +54,11 @@ class PartitionShares:
         self._consumer = consumer
         self._readings: dict[int, _Reading] = {}
 
+    @property
+    def partitions(self) -> list[int]:
+        """Those that are read now."""
+        return list(self._readings)
+
     async def run(self) -> None:
         """Read what is ours until asked to stop, then finish the batches at hand and let go."""
         try:

@@ -16,6 +16,8 @@ from models.arrays import Array, as_arrays, numpy_kind
 from models.learner import Arrays, Learner, Query, State, UserBatch
 from models.slates import Slates
 from store.codec import Sample
+from store.reward_rules import RewardRules
+from worker.rewards_view import learnable
 
 #: Users fitted in one tensor program; more are fitted in turn, which bounds memory.
 USERS_PER_FIT = 256
@@ -66,26 +68,35 @@ class _Prior:
 class Trainer:
     """Runs a learner's user adaptation on a device."""
 
-    def __init__(self, learner: Learner, device: torch.device, *, user_weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        device: torch.device,
+        *,
+        user_weight: float = 1.0,
+        rules: RewardRules | None = None,
+    ) -> None:
         self.learner = learner
         self.device = device
+        self._rules = rules or RewardRules()
         self._user_weight = user_weight
         #: On a CPU whoever can fits in numpy.
         self._in_numpy = learner.knows_numpy and device.type == "cpu"
         self._known: _Prior | None = None
 
     def batch(self, pupils: Sequence[Pupil], *, as_numpy: bool = False) -> UserBatch:
-        """Samples side by side, padded to the longest user; there is a column even when nobody has any."""
-        longest = max((len(pupil.samples) for pupil in pupils), default=0) or 1
+        """Samples side by side, as the reward rules see them and padded to the longest user; there is a column even
+        when nobody has any."""
+        views = [learnable(pupil.samples, self._rules) for pupil in pupils]
+        longest = max(map(len, views), default=0) or 1
         shape, kind = (len(pupils), longest), numpy_kind(self.learner.dtype)
         features = np.zeros((*shape, self.learner.inputs_expected), dtype=kind)
         phi = np.zeros((*shape, self.learner.noted), dtype=kind)
         rewards, epochs = np.zeros(shape), np.zeros(shape, dtype=np.int64)
-        counts = np.array([len(pupil.samples) for pupil in pupils], dtype=np.int64)
-        for row, (pupil, count) in enumerate(zip(pupils, counts.tolist(), strict=True)):
+        counts = np.array([len(samples) for samples in views], dtype=np.int64)
+        for row, (samples, count) in enumerate(zip(views, counts.tolist(), strict=True)):
             if not count:
                 continue
-            samples = pupil.samples
             np.stack([sample.features for sample in samples], out=features[row, :count])
             np.stack([sample.phi for sample in samples], out=phi[row, :count])
             rewards[row, :count] = [sample.reward for sample in samples]

@@ -26,6 +26,7 @@ from service.openapi import json_body, problem_responses
 from service.schemas import Identifier, RequestModel
 from service.settings import SettingsError
 from store.errors import NamespaceConflict
+from store.reward_rules import REWARD_LIMIT, WAIT_MAX_S, Repeated
 
 router = APIRouter(prefix="/admin", tags=["administration"])
 
@@ -47,6 +48,11 @@ class ConfigPatch(RequestModel):
     policy: Literal["ucb", "ucb-floor", "squarecb"] | None = None
     epsilon: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     squarecb_gamma: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
+    reward_min: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
+    reward_max: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
+    repeated_rewards: Repeated | None = None
+    default_reward: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
+    reward_wait_s: float | None = Field(default=None, gt=0, le=WAIT_MAX_S, allow_inf_nan=False)
     serving: Literal["learner", "baseline"] | None = None
     baseline: list[Identifier] | None = Field(default=None, max_length=10_000)
 

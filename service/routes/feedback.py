@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from service.auth import ClientEngine
@@ -15,6 +15,7 @@ from service.errors import (
     BodyTooLarge,
     InvalidInput,
     MalformedBody,
+    NotActivated,
     Overloaded,
     ServiceError,
     Unauthorized,
@@ -24,7 +25,14 @@ from service.errors import (
 )
 from service.intake import parse_json, read_body, reward_commands
 from service.openapi import json_body, problem_responses
-from service.schemas import FEEDBACK_EXAMPLES, FeedbackResponse, RejectionOut, RewardBatch, RewardIn
+from service.schemas import (
+    FEEDBACK_EXAMPLES,
+    IDEMPOTENCY_KEY_PATTERN,
+    FeedbackResponse,
+    RejectionOut,
+    RewardBatch,
+    RewardIn,
+)
 
 router = APIRouter(tags=["recommendations"])
 
@@ -40,6 +48,7 @@ router = APIRouter(tags=["recommendations"])
         Unauthorized,
         UnknownDecision,
         UserReset,
+        NotActivated,
         BodyTooLarge,
         UnsupportedMedia,
         InvalidInput,
@@ -53,13 +62,22 @@ async def feedback(
         Literal["applied"] | None,
         Query(description="`applied`: answer when the served model has learned the rewards, or the wait ran out."),
     ] = None,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            alias="Idempotency-Key",
+            pattern=IDEMPOTENCY_KEY_PATTERN,
+            description="Stands for an `event_id` that is left out; in a batch, followed by a colon and the place.",
+        ),
+    ] = None,
 ) -> Response:
     """Store rewards to be learned, each exactly once, however often it is sent.
 
     One reward is an object, many are `{"events": [...]}`. In a batch, a reward that cannot be learned is listed in
-    `rejected` and the others are stored; a malformed one refuses the whole batch.
+    `rejected` and the others are stored; a malformed one, or one outside of the namespace's range, refuses the whole
+    batch. A late reward, or one of a decision of the baseline, is listed in `rejected` even when it comes alone.
     """
-    commands, batch = reward_commands(parse_json(await read_body(request)))
+    commands, batch = reward_commands(parse_json(await read_body(request)), idempotency_key)
     edge = edge_of(request)
     outcome = await engine.feedback(commands, wait_applied=wait == "applied")
     edge.metrics.count_rewards(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected))
@@ -83,4 +101,6 @@ def _single_error(rejection: Rejection) -> ServiceError | None:
         return InvalidInput(("arm_id",), rejection.detail)
     if rejection.code == "user-reset":
         return UserReset(rejection.detail)
+    if rejection.code == "not-activated":
+        return NotActivated(rejection.detail)
     return None

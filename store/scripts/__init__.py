@@ -14,12 +14,14 @@ from store.connection import Argument, Confirmation, Store, pipeline_with_errors
 from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
+    "activate",
     "apply",
     "attempt",
     "attend",
     "begin_restore",
     "bury",
     "collect",
+    "decide",
     "enqueue",
     "finish_restore",
     "forget",

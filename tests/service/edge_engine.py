@@ -10,6 +10,7 @@ import httpx
 
 from service.app import create_app
 from service.contracts import (
+    Activation,
     CheckResult,
     FeedbackOutcome,
     Recommendation,
@@ -25,6 +26,7 @@ class EdgeEngine:
     def __init__(self) -> None:
         self.calls: list[RecommendCommand | list[RewardCommand]] = []
         self.waited: list[bool] = []
+        self.activated: list[str] = []
         self.running = False
         self.error: Exception | None = None
         self.outcome = FeedbackOutcome(1, 0, (), None)
@@ -46,6 +48,12 @@ class EdgeEngine:
             for rank, arm in enumerate(command.arms[: command.k], start=1)
         )
         return Recommendation(command.decision_id or "d-1", items, "ucb-floor", 3, "meta", False, self.logged)
+
+    async def activate(self, decision_id: str) -> Activation:
+        self.activated.append(decision_id)
+        if self.error:
+            raise self.error
+        return Activation(decision_id, 1_234)
 
     async def feedback(self, commands: list[RewardCommand], wait_applied: bool) -> FeedbackOutcome:
         self.calls.append(commands)

