@@ -163,3 +163,34 @@ class TestAudit:
         found = [line["detail"]["after"]["epsilon"] for line in first["lines"] + rest["lines"]]
         assert found == [0.4, 0.3, 0.2, 0.1, 0.0]
         assert rest["cursor"] is None
+
+
+class TestRewards:
+    async def test_their_range_is_a_setting(self, http: httpx.AsyncClient, valkey_url: str) -> None:
+        await http.post("/recommend", json={**ASK, "decision_id": "d"})
+        refused = await http.post("/feedback", json={"decision_id": "d", "reward": 4})
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "reward")
+        await patched(http, reward_min=-1, reward_max=7)
+        async with worker_running(valkey_url):
+            told = await http.post("/feedback?wait=applied", json={"decision_id": "d", "reward": 4})
+            assert told.json()["applied"] is True, told.text
+        answer = await http.patch("/admin/config", json={"reward_max": -2})
+        assert answer.status_code == 422
+
+    async def test_what_is_not_told_is_learned_by_default(self, http: httpx.AsyncClient, valkey_url: str) -> None:
+        await patched(http, default_reward=0, reward_wait_s=0.2)
+        async with worker_running(valkey_url):
+            await http.post("/recommend", json={**ASK, "decision_id": "d"})
+
+            async def learned() -> bool:
+                found = await http.get("/admin/users/u")
+                return found.status_code == 200 and found.json()["version"] == 1
+
+            await soon(learned)
+
+    async def test_nothing_is_learned_from_the_baseline(self, http: httpx.AsyncClient) -> None:
+        await patched(http, serving="baseline")
+        await http.post("/recommend", json={**ASK, "decision_id": "d"})
+        told = await http.post("/feedback", json={"decision_id": "d", "reward": 1})
+        assert told.status_code == 202
+        assert [rejection["code"] for rejection in told.json()["rejected"]] == ["not-learned"]
