@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from functools import partial
+from typing import Final, final
 from uuid import uuid4
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.exploration import build_policy, decision_draws, draw_slate
 from models.features import FeatureError, assemble
@@ -18,8 +20,12 @@ from service.served import ScoreRequest
 from service.serving import Serving, ServingRoom
 from service.settings import Settings
 from store.decisions import DecidedItem, Decision, DecisionStore
-from store.errors import StoreUnavailable
+from store.errors import FenceLost, StoreUnavailable
+from store.profiles import ProfileMemo, encode_profile
 from store.users import UserStore
+
+#: Times that is decided for a user who begins anew while we decide.
+DECISION_TRIES: Final = 2
 
 
 @final
@@ -41,6 +47,7 @@ class Decider:
         self._users = users
         self._decisions = decisions
         self._room = room
+        self._profiles = ProfileMemo()
         self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
@@ -57,6 +64,34 @@ class Decider:
             inputs = assemble(serving.layout, features, command.context)
         except FeatureError as error:
             raise InvalidInput(error.field, error.message) from error
+        profile = None if command.user_features is None else encode_profile(command.user_features)
+        for _ in range(DECISION_TRIES):
+            decision = await self._decide(command, decision_id, serving, inputs, store)
+            news = b"" if profile is None else self._profiles.news(command.user_id, decision.incarnation, profile)
+            try:
+                # Whoever raced us with the same id and was first has decided for both.
+                standing = await store.run(partial(self._decisions.put, decision, profile=news))
+            except FenceLost:
+                # The user began anew meanwhile, and nothing was stored. What the log is about to tell is asked for
+                # now, and decided for whom they are by then: an answer that no reward can follow helps nobody.
+                await store.run(partial(serving.replica.refresh, command.user_id))
+                continue
+            if standing is None:
+                break
+            if news:
+                self._profiles.stored(command.user_id, decision.incarnation, news)
+            return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+        return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
+
+    async def _decide(
+        self,
+        command: RecommendCommand,
+        decision_id: str,
+        serving: Serving,
+        inputs: NDArray[np.float32],
+        store: Errands,
+    ) -> Decision:
+        """Choose arms by what is known of the user now."""
         loaded = None
         if command.user_id not in serving.replica:
             # Not found, or not to be asked for now: the meta-learner answers.
@@ -71,7 +106,7 @@ class Decider:
             )
         draws = decision_draws(self._seed, decision_id)
         slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, draws)
-        decision = Decision(
+        return Decision(
             decision_id=decision_id,
             user_id=command.user_id,
             fingerprint=command.fingerprint,
@@ -96,11 +131,6 @@ class Decider:
             created_ms=now_ms(),
             incarnation=scores.incarnation,
         )
-        # Whoever raced us with the same id and was first has decided for both.
-        standing = await store.run(lambda: self._decisions.put(decision))
-        if standing is None:
-            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
-        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""

@@ -106,7 +106,8 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
             if isinstance(arm, dict):
                 features = _members(arm, ArmIn, ("arms", place)).get("features")
                 _check_length(features, settings.max_dimension, ("arms", place, "features"))
-    _check_length(members.get("context"), settings.max_dimension, ("context",))
+    for name in ("context", "user_features"):
+        _check_length(members.get(name), settings.max_dimension, (name,))
     request = _validate(RecommendRequest, members)
     _check_arms(request)
     return RecommendCommand(
@@ -116,6 +117,7 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         k=request.k,
         decision_id=request.decision_id,
         fingerprint=fingerprint(request),
+        user_features=request.user_features,
     )
 
 
@@ -137,7 +139,8 @@ def reward_commands(payload: Any) -> tuple[list[RewardCommand], bool]:
 
 def fingerprint(request: RecommendRequest) -> str:
     """SHA-256 of what was asked, whatever the order of members and however numbers were written."""
-    parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode(), _canonical(request.context)]
+    parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode()]
+    parts += (_canonical(request.context), _canonical(request.user_features))
     for arm in request.arms:
         parts += (arm.id.encode(), _canonical(arm.features))
     # With the lengths in front, no two lists of parts are the same bytes.

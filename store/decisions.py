@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from store.codec import FLOAT32, decode_tensors, encode_tensors
 from store.connection import Store, as_bytes, as_int, command
-from store.errors import CorruptRecord
+from store.decision_index import DecisionIndex, OpenDecision
+from store.errors import CorruptRecord, FenceLost, StoreError, StoreUnavailable
 from store.keys import NamespaceKeys
+from store.scripts import load_script
 
 
 @final
@@ -118,21 +121,63 @@ class DecisionStore:
         self._redis = redis
         self._keys = keys
         self._ttl_ms = max(1, round(ttl_s * 1_000))
+        self._index = DecisionIndex(redis, keys)
+        self._note = load_script(redis, "note")
 
-    async def put(self, decision: Decision) -> Decision:
-        """Store a decision unless its id is taken; the decision that holds, of whoever came first."""
-        key = self._keys.decision(decision.decision_id)
-        stored = await command(self._redis, "SET", key, decision.encode(), "NX", "GET", "PX", self._ttl_ms)
-        return decision if stored is None else Decision.decode(as_bytes(stored))
+    async def put(self, decision: Decision, *, profile: bytes = b"") -> Decision:
+        """Store a decision unless its id is taken; the decision that holds, of whoever came first.
+
+        With it goes the profile of the user, if that has to be written. FenceLost, with nothing stored, when the user
+        began anew since it was decided: it is of no use to them, and would outlive them if they were forgotten.
+        """
+        user_id, decision_id, record = decision.user_id, decision.decision_id, decision.encode()
+        try:
+            stored, current = await self._note.call_after(
+                ("SET", self._keys.decision(decision_id), record, "NX", "GET", "PX", self._ttl_ms),
+                *self._index.note(user_id, decision.incarnation, decision_id, ttl_ms=self._ttl_ms, profile=profile),
+            )
+        except StoreUnavailable:
+            # Stored where the note could not be, which another server takes: nobody would find it.
+            with suppress(StoreError):
+                await self._index.retract(decision_id, record)
+            raise
+        standing = decision if stored is None else Decision.decode(as_bytes(stored))
+        if standing.user_id != user_id:
+            await self._index.unnote(user_id, decision_id)
+        elif standing.incarnation != as_int(current):
+            await self._index.retract(decision_id, record if stored is None else as_bytes(stored))
+            raise FenceLost("incarnation")
+        return standing
 
     async def get(self, decision_id: str) -> Decision | None:
         """A decision whose reward window is open."""
         stored = await command(self._redis, "GET", self._keys.decision(decision_id))
         return None if stored is None else Decision.decode(as_bytes(stored))
 
+    async def open_of(self, user_id: str, *, most: int) -> list[OpenDecision]:
+        """The decisions of a user that still take rewards, the newest first, at most so many."""
+        return await self._index.open(user_id, most=most)
+
+    async def count_of(self, user_id: str, incarnation: int) -> int:
+        """How many decisions there are of earlier incarnations of a user."""
+        return await self._index.count(user_id, lambda record: _is_of(record, user_id, incarnation))
+
+    async def forget_of(self, user_id: str, incarnation: int) -> int:
+        """Delete the decisions of earlier incarnations of a user; how many there were."""
+        return await self._index.retract_all(user_id, lambda record: _is_of(record, user_id, incarnation))
+
     async def rehearse(self) -> None:
         """Ask for a write that changes nothing, no decision having an empty id; refused whenever a write would be."""
         await command(self._redis, "SET", self._keys.decision(""), b"", "XX")
+
+
+def _is_of(record: bytes, user_id: str, incarnation: int) -> bool:
+    """Whether a decision is of an earlier incarnation of a user; one that cannot be read is of no use to anybody."""
+    try:
+        decision = Decision.decode(record)
+    except CorruptRecord:
+        return True
+    return decision.user_id == user_id and decision.incarnation < incarnation
 
 
 def _text(value: Any) -> str:
