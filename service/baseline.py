@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from store.decisions import DecidedItem
-
-#: What a decision says of how its arms were chosen; nothing is learned from such a decision.
-BASELINE_POLICY: Final = "baseline"
 
 
 def baseline_items(arm_ids: Sequence[str], ranking: Sequence[str], k: int) -> tuple[DecidedItem, ...]:

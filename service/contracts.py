@@ -7,8 +7,10 @@ fit float32, there is at least one arm, arms have distinct ids and, when their f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Literal, TypeAlias, final
 
+from store.codec import Sample
+from store.decision_index import OpenDecision
 from store.decisions import DecidedItem
 from store.users import UserSummary
 
@@ -41,6 +43,8 @@ class RecommendCommand:
     fingerprint: str
     #: The decision counts only once it is activated.
     deferred: bool = False
+    #: What the request tells of the user, to be kept.
+    user_features: Features | None = None
 
 
 @final
@@ -108,11 +112,56 @@ class Activation:
 
 @final
 @dataclass(frozen=True, slots=True)
+class UserTraces:
+    """What is left of a user who was forgotten, besides the tombstone."""
+
+    decisions: int
+    #: Events that a worker is about to void.
+    waiting: int
+    dead_letters: int
+    samples: int
+    log_lines: int
+    #: Whether the candidate pool of the current epoch names them.
+    pool: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class UserDescription:
     """What is known of a user, and whether this process holds their state in memory."""
 
     stored: UserSummary
     resident: bool
+    #: Of the latest rewards, the newest first.
+    events: tuple[Sample, ...]
+    decisions: tuple[OpenDecision, ...]
+    profile: Features | None
+    #: Of one who was forgotten, or dropped by a restore.
+    traces: UserTraces | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """How much was deleted of a user."""
+
+    samples: int
+    decisions: int
+    dead_letters: int
+    log_lines: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UserForgotten:
+    """A user who was forgotten: the incarnation that begins, and what became of what there was."""
+
+    incarnation: int
+    removed: Removed
+    #: Events that a worker has not voided yet.
+    waiting: int
+    #: Of what the store's own file remembers.
+    history: Literal["rewritten", "pending", "not ours"]
 
 
 @final

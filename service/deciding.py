@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import final
+from functools import partial
+from typing import Final, final
 from uuid import uuid4
 
 import numpy as np
 
 from models.exploration import decision_draws, draw_slate
 from models.features import FeatureError, assemble
-from service.baseline import BASELINE_POLICY, baseline_items, nothing_seen
+from service.baseline import baseline_items, nothing_seen
 from service.breaker import StoreBreaker
 from service.contracts import Activation, Recommendation, RecommendCommand
 from service.errands import Errands
@@ -18,9 +19,13 @@ from service.live import LiveSettings
 from service.records import now_ms, recommendation_of
 from service.served import ScoreRequest
 from service.serving import Serving, ServingRoom
-from store.decisions import DecidedItem, Decision, DecisionStore
-from store.errors import StoreUnavailable
+from store.decisions import BASELINE, DecidedItem, Decision, DecisionStore
+from store.errors import FenceLost, StoreUnavailable
+from store.profiles import ProfileMemo, encode_profile
 from store.users import UserStore
+
+#: Times that it is decided for a user who begins anew while we decide.
+DECISION_TRIES: Final = 2
 
 
 @final
@@ -40,6 +45,7 @@ class Decider:
         self._users = users
         self._decisions = decisions
         self._room = room
+        self._profiles = ProfileMemo()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
@@ -49,18 +55,40 @@ class Decider:
             earlier = await store.run(lambda: self._decisions.get(decision_id))
             if earlier is not None:
                 return recommendation_of(earlier, command.fingerprint, replayed=True)
-        if self._live.settings.serving == "baseline":
-            decision = self._by_baseline(command, decision_id)
-        else:
-            decision = await self._by_learner(command, decision_id, store)
-        # Whoever raced us with the same id and was first has decided for both.
-        overdue_ms = None if decision.deferred else self._live.rules.overdue_ms(decision.created_ms)
-        standing = await store.run(lambda: self._decisions.put(decision, overdue_ms=overdue_ms))
-        if standing is None:
-            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
-        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+        profile = None if command.user_features is None else encode_profile(command.user_features)
+        incarnation = 0
+        for _ in range(DECISION_TRIES):
+            if self._live.settings.serving == "baseline":
+                decision = self._by_baseline(command, decision_id, incarnation)
+            else:
+                decision = await self._by_learner(command, decision_id, store)
+            news = b"" if profile is None else self._profiles.news(command.user_id, decision.incarnation, profile)
+            try:
+                standing = await store.run(partial(self._put, decision, news))
+            except FenceLost as fence:
+                # The user began anew meanwhile, and nothing was stored. What the log is about to tell is asked for
+                # now, and decided for whom they are by then: an answer that no reward can follow helps nobody.
+                incarnation = int(fence.detail)
+                await self._refresh(command.user_id, store)
+                continue
+            if standing is None:
+                break
+            if news:
+                self._profiles.stored(command.user_id, decision.incarnation, news)
+            return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+        return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
 
-    def _by_baseline(self, command: RecommendCommand, decision_id: str) -> Decision:
+    async def _put(self, decision: Decision, profile: bytes) -> Decision:
+        """Record a decision; whoever raced us with the same id and was first has decided for both."""
+        overdue_ms = None if decision.deferred else self._live.rules.overdue_ms(decision.created_ms)
+        return await self._decisions.put(decision, overdue_ms=overdue_ms, profile=profile)
+
+    async def _refresh(self, user_id: str, store: Errands) -> None:
+        """Serve the newest state of a user."""
+        if self._room.serving is not None:
+            await store.run(partial(self._room.serving.replica.refresh, user_id))
+
+    def _by_baseline(self, command: RecommendCommand, decision_id: str, incarnation: int) -> Decision:
         """The kill switch is on: whatever is wrong with the learner, it is not asked."""
         items = baseline_items([arm.id for arm in command.arms], self._live.settings.baseline, command.k)
         return Decision(
@@ -70,15 +98,17 @@ class Decider:
             items=items,
             features=nothing_seen(items),
             phi=nothing_seen(items),
-            policy=BASELINE_POLICY,
+            policy=BASELINE,
             epoch=0,
             user_version=0,
             cold_start=None,
             created_ms=now_ms(),
+            incarnation=incarnation,
             deferred=command.deferred,
         )
 
     async def _by_learner(self, command: RecommendCommand, decision_id: str, store: Errands) -> Decision:
+        """Choose arms by what is known of the user now."""
         features = [arm.features for arm in command.arms]
         try:
             serving = self._room.serving or await self._begin(command)

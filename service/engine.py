@@ -21,6 +21,7 @@ from service.contracts import (
     RecommendCommand,
     RewardCommand,
     UserDescription,
+    UserForgotten,
 )
 from service.deciding import Decider
 from service.live import LiveSettings, overridden
@@ -30,11 +31,13 @@ from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings, reward_rules
 from service.snapshots import SnapshotDesk
+from service.user_desk import UserDesk
 from store.audit import AuditLine, AuditLog
 from store.awaiting import AwaitingStore
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecisionStore
+from store.embedded import server_folder
 from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import EventStream
@@ -100,7 +103,6 @@ class Engine:
             confirm=self._confirmation(info),
         )
         self._audit = AuditLog(self._redis, keys)
-        self._desk = SnapshotDesk(self._redis, settings, self._live.record)
         self._room = ServingRoom(self._live, self._namespaces, self._users, self._epochs, self._compute, self._metrics)
         self._decider = Decider(self._live, self._breaker, self._users, self._decisions, self._room)
         self._rewards = RewardDesk(
@@ -112,6 +114,17 @@ class Engine:
             AwaitingStore(self._redis, keys),
             self._room,
         )
+        self._user_desk = UserDesk(
+            self._redis,
+            keys,
+            self._breaker,
+            self._users,
+            self._decisions,
+            self._epochs,
+            self._room,
+            private_folder=server_folder(settings.data_dir) if settings.redis_url is None else None,
+        )
+        self._desk = SnapshotDesk(self._redis, settings, self._live.record)
         await self._room.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self.namespace, preset=learner.preset)
@@ -120,6 +133,7 @@ class Engine:
         """Let go of the store; what was acknowledged is in it."""
         if self._desk is not None:
             await self._desk.jobs.stop()
+            await self._user_desk.stop()
         await self._breaker.stop()
         if self._adopting is not None:
             await asyncio.gather(self._adopting, return_exceptions=True)
@@ -212,22 +226,13 @@ class Engine:
         """Have something done about the rewards on their way, or about those that were given up on."""
         return await self._breaker.call(lambda: work(self._events))
 
-    async def describe_user(self, user_id: str) -> UserDescription | None:
-        """What is stored of a user; None for one never seen."""
-        summary = await self._breaker.call(lambda: self._users.summary(user_id))
-        resident = self._serving is not None and user_id in self._serving.replica
-        return None if summary is None else UserDescription(summary, resident)
+    async def describe_user(self, user_id: str, *, events: int = 0) -> UserDescription | None:
+        """What is stored of a user, with so many of the latest rewards; None when there is nothing."""
+        return await self._user_desk.describe(user_id, events=events)
 
-    async def forget_user(self, user_id: str) -> int:
-        """Forget a user, dead letters included; the incarnation that begins."""
-        incarnation = await self._breaker.call(lambda: self._users.forget(user_id))
-        if self._serving is not None:
-            replica = self._serving.replica
-            # The log would tell it in a moment; nobody who was answered finds the old state here.
-            await self._breaker.call(lambda: replica.refresh(user_id))
-        letters = await self.ask_events(lambda events: events.discard_of(user_id))
-        log.info("user forgotten", user=user_id, incarnation=incarnation, dead_letters=letters)
-        return incarnation
+    async def forget_user(self, user_id: str) -> UserForgotten:
+        """Forget a user: what was removed, and what workers and the store's history still have to do."""
+        return await self._user_desk.forget(user_id)
 
     async def readiness(self) -> dict[str, CheckResult]:
         """Whether requests can be answered and rewards taken, check by check."""

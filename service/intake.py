@@ -102,7 +102,8 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
             if isinstance(arm, dict):
                 features = members_of(arm, ArmIn, ("arms", place)).get("features")
                 _check_length(features, settings.max_dimension, ("arms", place, "features"))
-    _check_length(members.get("context"), settings.max_dimension, ("context",))
+    for name in ("context", "user_features"):
+        _check_length(members.get(name), settings.max_dimension, (name,))
     request = validated(RecommendRequest, members)
     _check_arms(request)
     return RecommendCommand(
@@ -113,6 +114,7 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         decision_id=request.decision_id,
         fingerprint=fingerprint(request),
         deferred=request.deferred,
+        user_features=request.user_features,
     )
 
 
@@ -141,7 +143,8 @@ def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCo
 
 def fingerprint(request: RecommendRequest) -> str:
     """SHA-256 of what was asked, whatever the order of members and however numbers were written."""
-    parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode(), _canonical(request.context)]
+    parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode()]
+    parts += (_canonical(request.context), _canonical(request.user_features))
     for arm in request.arms:
         parts += (arm.id.encode(), _canonical(arm.features))
     if request.deferred:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from typing import Final, final
-from urllib.parse import quote
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,7 +18,6 @@ from service.problems import unexpected_problem
 SECURITY_HEADERS: Final = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 #: What nginx logs when the client hangs up; never sent.
 CLIENT_CLOSED_REQUEST: Final = 499
-MAX_LOGGED_PATH_CHARS: Final = 200
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 _log = structlog.stdlib.get_logger("service.access")
@@ -55,7 +53,7 @@ class RequestContext:
         except ClientDisconnect:
             status = CLIENT_CLOSED_REQUEST
         except Exception:
-            _log.exception("unexpected_error", method=scope["method"], path=_path(scope))
+            _log.exception("unexpected_error", method=_method(scope), path=_route(scope))
             if status is not None:
                 # Half an answer is out; only a broken connection can tell the client so.
                 raise
@@ -64,17 +62,19 @@ class RequestContext:
             self._record(scope, status, time.perf_counter() - started_s)
 
     def _record(self, scope: Scope, status: int | None, elapsed_s: float) -> None:
-        # Patterns, not paths: a label must not take as many values as clients can think of.
-        route = getattr(scope.get("route"), "path", "unmatched")
-        method = scope["method"] if scope["method"] in METHODS else "other"
+        route, method = _route(scope), _method(scope)
         shown = status if status is not None else CLIENT_CLOSED_REQUEST
         self._metrics.request_seconds.labels(method, route, str(shown)).observe(elapsed_s)
         # Probes come every few seconds and say something only when they fail.
         write = _log.debug if route.startswith("/health/") and shown < 400 else _log.info
-        write("request", method=method, path=_path(scope), status=shown, took_ms=round(elapsed_s * 1e3, 3))
+        write("request", method=method, path=route, status=shown, took_ms=round(elapsed_s * 1e3, 3))
 
 
-def _path(scope: Scope) -> str:
-    """As it was sent, percent signs and all: decoded it could hold a line break."""
-    raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
-    return raw[:MAX_LOGGED_PATH_CHARS].decode("ascii", "backslashreplace")
+def _route(scope: Scope) -> str:
+    """The pattern of the path, not the path: that may name a user, whom no log line may hold, and a label must not take
+    as many values as clients can think of."""
+    return getattr(scope.get("route"), "path", "unmatched")
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else "other"

@@ -110,6 +110,7 @@ class RecommendRequest(RequestModel):
                     ],
                     "k": 2,
                     "context": {"hour": 8, "weather": "rain"},
+                    "user_features": {"country": "NL", "member": True},
                     "decision_id": "order-1001",
                 },
             ]
@@ -121,6 +122,10 @@ class RecommendRequest(RequestModel):
     k: int = Field(default=1, ge=1, le=MAX_ITEMS, description="How many arms to choose, no more than there are.")
     context: FeaturesIn | None = Field(
         default=None, description="What is known about the moment, the same for all arms."
+    )
+    user_features: FeaturesIn | None = Field(
+        default=None,
+        description="What is known about the user; kept, as told last, until the user is forgotten.",
     )
     decision_id: DecisionId | None = Field(
         default=None,

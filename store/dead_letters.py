@@ -195,19 +195,6 @@ class DeadLetters:
             return False
         return bool(await command(self._redis, "XDEL", self._keys.dead_letters(partition), letter_id))
 
-    async def discard_of(self, user_id: str) -> int:
-        """Delete the letters of a user; how many there were."""
-        partition, discarded, start = self._keys.partition_of(user_id), 0, "-"
-        key = self._keys.dead_letters(partition)
-        while True:
-            rows = parse_entries(await command(self._redis, "XRANGE", key, start, "+", "COUNT", LETTERS_READ))
-            theirs = [letter_id for letter_id, fields in rows if fields.get(b"u") == user_id.encode()]
-            if theirs:
-                discarded += as_int(await command(self._redis, "XDEL", key, *theirs))
-            if len(rows) < LETTERS_READ:
-                return discarded
-            start = f"({rows[-1][0]}"
-
     async def holds(self, partition: int, entry_id: str) -> bool:
         """Whether an event of this entry id was given up on; looks through the letters that came after it."""
         start = entry_id

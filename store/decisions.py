@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha1
 from typing import Any, Final, final
@@ -16,8 +17,9 @@ import numpy as np
 
 from store.awaiting import Awaited
 from store.codec import FLOAT32, decode_tensors, encode_tensors
-from store.connection import Argument, Store, as_bytes, as_int, command, pipeline
-from store.errors import CorruptRecord
+from store.connection import Argument, Command, Store, as_bytes, as_int, command, pipeline
+from store.decision_index import DecisionIndex, OpenDecision
+from store.errors import CorruptRecord, FenceLost, StoreError, StoreUnavailable
 from store.keys import NamespaceKeys
 from store.scripts import load_script
 
@@ -153,22 +155,44 @@ class DecisionStore:
         self._redis = redis
         self._keys = keys
         self._ttl_ms = max(1, round(ttl_s * 1_000))
+        self._index = DecisionIndex(redis, keys)
         self._decide = load_script(redis, "decide")
         self._activate = load_script(redis, "activate")
+        self._note = load_script(redis, "note")
 
-    async def put(self, decision: Decision, *, overdue_ms: int | None = None) -> Decision:
+    async def put(self, decision: Decision, *, overdue_ms: int | None = None, profile: bytes = b"") -> Decision:
         """Store a decision unless its id is taken; the decision that holds, of whoever came first.
 
-        With `overdue_ms` its arms wait for rewards until then, see `store.awaiting`.
+        With `overdue_ms` its arms wait for rewards until then, see `store.awaiting`. With it goes the profile of the
+        user, if that has to be written. FenceLost, with nothing stored and the incarnation that the user is in, when
+        they began anew since it was decided: it is of no use to them, and would outlive them if they were forgotten.
         """
-        key = self._keys.decision(decision.decision_id)
-        if overdue_ms is None:
-            stored = await command(self._redis, "SET", key, decision.encode(), "NX", "GET", "PX", self._ttl_ms)
-        else:
-            stored = await self._decide.call(
-                self._waiting_keys(decision), [decision.encode(), *self._waiting_arguments(decision, overdue_ms)]
+        user_id, decision_id, record = decision.user_id, decision.decision_id, decision.encode()
+        ttl_ms = self._kept_ms(decision, overdue_ms)
+        try:
+            stored, current = await self._note.call_after(
+                self._storing(decision, record, overdue_ms),
+                *self._index.note(user_id, decision.incarnation, decision_id, ttl_ms=ttl_ms, profile=profile),
             )
-        return decision if stored is None else Decision.decode(as_bytes(stored))
+        except StoreUnavailable:
+            # Stored where the note could not be, which another server takes: nobody would find it.
+            with suppress(StoreError):
+                await self._index.retract(decision_id, record)
+            raise
+        standing = decision if stored is None else Decision.decode(as_bytes(stored))
+        if standing.user_id != user_id:
+            await self._index.unnote(user_id, decision_id)
+        elif standing.incarnation != as_int(current):
+            await self._index.retract(decision_id, record if stored is None else as_bytes(stored))
+            raise FenceLost("incarnation", str(as_int(current)))
+        return standing
+
+    def _storing(self, decision: Decision, record: bytes, overdue_ms: int | None) -> Command:
+        """What stores a decision, and has it wait for rewards."""
+        if overdue_ms is None:
+            return ("SET", self._keys.decision(decision.decision_id), record, "NX", "GET", "PX", self._ttl_ms)
+        arguments = [record, *self._waiting_arguments(decision, overdue_ms)]
+        return self._decide.inline(self._waiting_keys(decision), arguments)
 
     async def activate(
         self, decision_id: str, now_ms: int, *, window_ms: int, overdue_ms: int | None = None
@@ -189,8 +213,28 @@ class DecisionStore:
             read = sha1(as_bytes(stored), usedforsecurity=False).hexdigest()
             arguments = [read, activated.encode(), *self._waiting_arguments(activated, overdue_ms)]
             if await self._activate.call(self._waiting_keys(activated), arguments):
-                return activated
+                return await self._noted_anew(activated, overdue_ms)
             # Somebody else was first, or it has just gone: the next look tells.
+
+    async def _noted_anew(self, decision: Decision, overdue_ms: int | None) -> Decision | None:
+        """A decision that is kept longer than was noted; None when its user began anew since."""
+        noted = self._index.note(
+            decision.user_id,
+            decision.incarnation,
+            decision.decision_id,
+            ttl_ms=self._kept_ms(decision, overdue_ms),
+            profile=b"",
+        )
+        if as_int(await self._note.call(*noted)) == decision.incarnation:
+            return decision
+        await self._index.retract(decision.decision_id, decision.encode())
+        return None
+
+    def _kept_ms(self, decision: Decision, overdue_ms: int | None) -> int:
+        """How long a decision is kept: as long as rewards may come, and until it is seen to that none came."""
+        return (
+            self._ttl_ms if overdue_ms is None else max(self._ttl_ms, overdue_ms - decision.since_ms + OVERDUE_GRACE_MS)
+        )
 
     def _waiting_keys(self, decision: Decision) -> list[str]:
         partition = self._keys.partition_of(decision.decision_id)
@@ -200,8 +244,7 @@ class DecisionStore:
         """How long a decision is kept, and who waits until when."""
         if overdue_ms is None:
             return [self._ttl_ms, 0]
-        ttl_ms = max(self._ttl_ms, overdue_ms - decision.since_ms + OVERDUE_GRACE_MS)
-        return [ttl_ms, overdue_ms, *(each.encode() for each in decision.awaited)]
+        return [self._kept_ms(decision, overdue_ms), overdue_ms, *(each.encode() for each in decision.awaited)]
 
     async def get(self, decision_id: str) -> Decision | None:
         """A decision that is still kept; its reward window may be over."""
@@ -221,9 +264,30 @@ class DecisionStore:
                 log.error("decision %r cannot be read: %s", decision_id, error)
         return found
 
+    async def open_of(self, user_id: str, *, most: int) -> list[OpenDecision]:
+        """The decisions of a user that still take rewards, the newest first, at most so many."""
+        return await self._index.open(user_id, most=most)
+
+    async def count_of(self, user_id: str, incarnation: int) -> int:
+        """How many decisions there are of earlier incarnations of a user."""
+        return await self._index.count(user_id, lambda record: _is_of(record, user_id, incarnation))
+
+    async def forget_of(self, user_id: str, incarnation: int) -> int:
+        """Delete the decisions of earlier incarnations of a user; how many there were."""
+        return await self._index.retract_all(user_id, lambda record: _is_of(record, user_id, incarnation))
+
     async def rehearse(self) -> None:
         """Ask for a write that changes nothing, no decision having an empty id; refused whenever a write would be."""
         await command(self._redis, "SET", self._keys.decision(""), b"", "XX")
+
+
+def _is_of(record: bytes, user_id: str, incarnation: int) -> bool:
+    """Whether a decision is of an earlier incarnation of a user; one that cannot be read is of no use to anybody."""
+    try:
+        decision = Decision.decode(record)
+    except CorruptRecord:
+        return True
+    return decision.user_id == user_id and decision.incarnation < incarnation
 
 
 def _text(value: Any) -> str:

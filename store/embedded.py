@@ -72,7 +72,7 @@ class EmbeddedServer:
         on_restart: Callable[[int], None] | None = None,
     ) -> None:
         self._root = Path(os.path.realpath(data_dir))
-        self._data = self._root / "valkey"
+        self._data = server_folder(data_dir)
         self._run = self._root / "run"
         self._config = self._root / "valkey.conf"
         self._log_file = self._root / "valkey.log"
@@ -318,6 +318,11 @@ class EmbeddedServer:
             f"the Valkey in {self._data} does not end, not even by SIGKILL (pid {alive()}). Its disk may "
             "hang: see to it that the process is gone before starting again."
         )
+
+
+def server_folder(data_dir: Path) -> Path:
+    """Where the server of a data directory writes."""
+    return Path(os.path.realpath(data_dir)) / "valkey"
 
 
 def possible_sockets(data_dir: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -35,7 +36,8 @@ class Epoch:
     """One published state of everything shared; the first has number 0.
 
     A store that comes back without its latest writes gives a number twice: the stamp tells the two epochs apart. It is
-    given at publication, so neither it nor `follows` is in the blob.
+    given at publication, so neither it nor `follows` is in the blob. In the store `members` are not in it either: users
+    who are forgotten have to be struck out.
     """
 
     number: int
@@ -47,34 +49,50 @@ class Epoch:
     stamp: str = ""  # unlike that of any other publication; empty before one, and in stores from before there were any
     follows: str = ""  # stamp of the epoch this was derived from; empty when there was none
 
-    def encode(self) -> bytes:
-        fields = {
+    def encode(self, *, with_members: bool = True) -> bytes:
+        """The epoch as a file holds it, or as the store does, which has the members beside it."""
+        fields: dict[str, Any] = {
             "number": self.number,
             "events": self.events,
-            "members": list(self.members),
             "created_ms": self.created_ms,
             "refitted": self.refitted,
         }
+        if with_members:
+            fields["members"] = list(self.members)
         return encode_tensors(self.tensors, {"epoch": json.dumps(fields)})
 
+    def encode_members(self) -> bytes:
+        """The members, as the store holds them."""
+        return json.dumps(self.members).encode()
+
     @staticmethod
-    def decode(blob: bytes) -> Epoch:
+    def decode(blob: bytes, members_beside: bytes | None = None) -> Epoch:
         tensors, metadata = decode_tensors(blob)
         try:
             fields: dict[str, Any] = json.loads(metadata["epoch"])
-            members = fields["members"]
-            if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
-                raise CorruptRecord("the members of an epoch are not user ids")
+            # Stores of before have them in the blob.
+            members = _user_ids(fields.get("members", []) if members_beside is None else members_beside)
             return Epoch(
                 number=as_int(fields["number"]),
                 events=as_int(fields["events"]),
                 tensors=tensors,
-                members=tuple(members),
+                members=members,
                 created_ms=as_int(fields["created_ms"]),
                 refitted=as_int(fields["refitted"]),
             )
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptRecord(f"not an epoch: {error!r}") from error
+
+
+def _user_ids(members: Any) -> tuple[str, ...]:
+    """The members of an epoch, or the JSON of them."""
+    try:
+        ids = json.loads(members) if isinstance(members, bytes) else members
+    except (ValueError, RecursionError) as error:
+        raise CorruptRecord("the members of an epoch are not JSON") from error
+    if not isinstance(ids, list) or not all(isinstance(member, str) for member in ids):
+        raise CorruptRecord("the members of an epoch are not user ids")
+    return tuple(ids)
 
 
 def new_stamp() -> str:
@@ -93,13 +111,17 @@ class EpochStore:
         self._publish = load_script(redis, "publish")
         self._lease = load_script(redis, "lease")
         self._refit = load_script(redis, "refit")
+        self._strike = load_script(redis, "strike")
 
     async def current(self) -> Epoch | None:
         """The newest epoch."""
-        blob, stamp, follows = await command(self._redis, "HMGET", self._keys.epoch, "blob", "stamp", "follows")
+        fields = ("blob", "members", "stamp", "follows")
+        blob, members, stamp, follows = await command(self._redis, "HMGET", self._keys.epoch, *fields)
         if blob is None:
             return None
-        return replace(Epoch.decode(as_bytes(blob)), stamp=as_text(stamp or b""), follows=as_text(follows or b""))
+        return replace(
+            Epoch.decode(as_bytes(blob), members), stamp=as_text(stamp or b""), follows=as_text(follows or b"")
+        )
 
     async def current_identity(self) -> tuple[int, str] | None:
         """(number, stamp) of the newest epoch, without its tensors; no other has them, even in a store set back."""
@@ -117,15 +139,29 @@ class EpochStore:
                 self._store_epoch,
                 lease_token,
                 epoch.number,
-                epoch.encode(),
+                epoch.encode(with_members=False),
                 EPOCH_LOG_CAP,
                 new_stamp(),
                 epoch.follows,
+                epoch.encode_members(),
             ],
         )
         if reply == b"reset":
             raise StoreReset(f"the record of namespace {self._keys.namespace} vanished or is of another store")
         return bool(reply == b"ok")
+
+    async def members(self) -> tuple[str, ...]:
+        """The members of the newest epoch as they are now, without its tensors."""
+        members = await command(self._redis, "HGET", self._keys.epoch, "members")
+        if members is None:  # no epoch yet, or one of before they stood beside it
+            epoch = await self.current()
+            return () if epoch is None else epoch.members
+        return _user_ids(members)
+
+    async def strike(self, user_ids: Iterable[str]) -> int:
+        """Strike users out of the members of the newest epoch; how many of them were."""
+        ids = list(user_ids)
+        return as_int(await self._strike.call([self._keys.epoch], ids)) if ids else 0
 
     async def begin_refit(self, lease_token: str) -> int | None:
         """The number under which users may be fitted before their epoch is out; None when the lease is lost."""

@@ -22,8 +22,8 @@ from typing import Literal, TypeAlias, final
 
 import redis.exceptions as driver
 
-#: Why an apply was refused: an entry is not pending for the consumer, a user moved on, another store.
-FenceReason: TypeAlias = Literal["not-pending", "version", "store-epoch", "overtaken"]
+#: Why a write was refused: an entry is not pending for the consumer, a user moved on or began anew, another store.
+FenceReason: TypeAlias = Literal["not-pending", "version", "incarnation", "store-epoch", "overtaken"]
 
 #: Error codes of the server that pass by themselves; the driver has no class for most of them.
 TRANSIENT_CODES = frozenset(

@@ -238,13 +238,17 @@ class EventStream:
         return as_int(await self._attempt.call(keys, [LEARNERS, consumer, delivery.entry_id, number]))
 
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> None:
-        """Move an event that is given up to the dead letters; FenceLost when it is not this consumer's."""
+        """Move an event that is given up to the dead letters; FenceLost when it is not this consumer's.
+
+        One of a user who began anew since is dropped, and counts as voided.
+        """
         partition = delivery.partition
         keys = [
             self._keys.events(partition),
             self._keys.dead_letters(partition),
             self._keys.attempts(partition),
             self._keys.counters(partition),
+            self._keys.versions(partition),
         ]
         now_ms = int(time.time() * 1_000)
         done = await self._bury.call(keys, [LEARNERS, consumer, delivery.entry_id, reason, now_ms, DEAD_LETTER_FIELDS])
@@ -281,10 +285,6 @@ class EventStream:
     async def discard(self, partition: int, letter_id: str) -> bool:
         """Delete a dead letter; whether it was there."""
         return await self._letters.discard(partition, letter_id)
-
-    async def discard_of(self, user_id: str) -> int:
-        """Delete the dead letters of a user; how many there were."""
-        return await self._letters.discard_of(user_id)
 
 
 async def create_groups(redis: Store, keys: NamespaceKeys, partitions: Iterable[int]) -> None:

@@ -9,8 +9,9 @@ last and may hold anything, braces too: only the first tag of a key counts.
 
     key of the meta slot   type    meaning                                                     expiry
     namespace              string  NamespaceRecord as JSON                                     none
-    epoch                  hash    number, blob, stamp, follows: the current Epoch; the stamp
-                                   tells it from one of its number that the store lost         none
+    epoch                  hash    number, blob, members, stamp, follows: the current Epoch;
+                                   members are user ids as JSON, struck out when forgotten; the
+                                   stamp tells it from one of its number that the store lost   none
     epoch_log              stream  n: number of each published epoch                           capped
     lease                  string  token of the one meta-trainer, or of a snapshot or restore  PX of the lease
     workers                zset    token of each worker that is there → when it counts no more  by the next look
@@ -31,7 +32,10 @@ last and may hold anything, braces too: only the first tag of a key counts.
                                    the last three are missing in a tombstone; forgot: the
                                    incarnation that began when the user was last forgotten     none
     samples:<user id>      list    latest Samples, oldest first                                trimmed
-    seen:<user, event id>  string  entry id the event got: dedupe                              dedupe window
+    profile:<user id>      string  what requests told of the user, as JSON                     none
+    decided:<user id>      zset    decision id → when that decision expires, in ms             with the last of them
+    seen:<digest>          string  entry id the event got: dedupe; the digest is of user and
+                                   event id, so that it names neither                          dedupe window
     dead_letters           stream  events given up on, with the reason                         none
     attempts               hash    entry id → attempts made on that event alone                with the event
     decision:<decision id> string  one Decision                                                reward and late window
@@ -147,13 +151,20 @@ class NamespaceKeys:
 
     def seen(self, user_id: str, event_id: str) -> str:
         """Beside the stream it guards; event ids are a user's own, and the length keeps the two ids apart."""
-        return self._in(self.partition_of(user_id), f"seen:{len(user_id)}:{user_id}:{event_id}")
+        digest = blake2b(f"{len(user_id)}:{user_id}{event_id}".encode(), digest_size=16).hexdigest()
+        return self._in(self.partition_of(user_id), f"seen:{digest}")
 
     def user(self, user_id: str) -> str:
         return self._in(self.partition_of(user_id), f"user:{user_id}")
 
     def samples(self, user_id: str) -> str:
         return self._in(self.partition_of(user_id), f"samples:{user_id}")
+
+    def profile(self, user_id: str) -> str:
+        return self._in(self.partition_of(user_id), f"profile:{user_id}")
+
+    def decided(self, user_id: str) -> str:
+        return self._in(self.partition_of(user_id), f"decided:{user_id}")
 
     def decision(self, decision_id: str) -> str:
         return self._in(self.partition_of(decision_id), f"decision:{decision_id}")

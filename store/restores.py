@@ -79,13 +79,13 @@ class RestoreStore:
         arguments: list[Argument] = [self._store_epoch, restoring.generation, self._log_cap, applied]
         for record in records:
             if self._keys.partition_of(record.user_id) != partition:
-                raise ValueError(f"user {record.user_id!r} is not in partition {partition}")
+                raise ValueError(f"a user is not in partition {partition}")
             keys += [self._keys.user(record.user_id), self._keys.samples(record.user_id)]
             arguments += [record.user_id, record.incarnation, record.version, record.epoch, record.state]
             arguments += [len(record.samples), *record.samples]
         status, *done = await self._restore.call(keys, arguments)
         if status == b"corrupt":
-            raise CorruptRecord(f"the version of user {as_text(done[0])!r} is not one")
+            raise CorruptRecord(f"the version of a user of partition {partition} is not one")
         self._check(status)
         return [bool(flag) for flag in done]
 
@@ -99,9 +99,10 @@ class RestoreStore:
                 lease_token,
                 restoring.generation,
                 epoch.number,
-                epoch.encode(),
+                epoch.encode(with_members=False),
                 EPOCH_LOG_CAP,
                 new_stamp(),
+                epoch.encode_members(),
             ],
         )
         self._check(status)

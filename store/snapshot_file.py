@@ -167,7 +167,7 @@ class SnapshotReader:
                         users, reached, held = users + sum(held.values()), member.partition, {}
                     for record in self._records(member):
                         if keys.partition_of(record.user_id) != member.partition:
-                            raise self._refusal(f"user {record.user_id!r} is in the wrong partition")
+                            raise self._refusal("a user is in the wrong partition")
                         if record.state:
                             check_record(record, rules)
                         held[record.user_id] = bool(record.state)

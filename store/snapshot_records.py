@@ -90,7 +90,7 @@ def check_record(record: UserRecord, rules: RecordRules) -> None:
         for inputs, notes in check_samples(record.samples):
             rules.check_sample_size(inputs, notes)
     except (ValueError, CorruptRecord) as error:
-        raise CorruptRecord(f"the record of user {record.user_id!r}: {error}") from error
+        raise CorruptRecord(f"the record of a user: {error}") from error
 
 
 def encode_chunk(records: Sequence[UserRecord]) -> bytes:

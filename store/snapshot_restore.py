@@ -126,6 +126,7 @@ class _Restorer:
         self._progress = progress
         self._namespaces = Namespaces(redis)
         self._users = UserStore(redis, record.keys, record.store_epoch, samples_kept=1)
+        self._epochs = EpochStore(redis, record.keys, record.store_epoch)
         self._restores = RestoreStore(redis, record.keys, record.store_epoch)
         self._put_back = self._dropped = self._forgotten = 0
 
@@ -140,7 +141,10 @@ class _Restorer:
             await self._restore(partition, restoring, epoch, lease)
         reach("restore-before-publish")
         await lease.confirm()
-        await self._restores.finish(restoring, await self._following(epoch, restoring.target), lease_token=lease.token)
+        following = await self._following(epoch, restoring.target)
+        await self._restores.finish(restoring, following, lease_token=lease.token)
+        # Whoever was forgotten in this moment was struck out of the epoch before.
+        await self._epochs.strike(await self._users.without_learner(following.members))
         reach("restore-after-publish")
         return Restored(self._manifest.id, restoring.target, self._put_back, self._dropped, self._forgotten)
 
@@ -155,7 +159,9 @@ class _Restorer:
         if self._rules.epoch_due(events, total) and not self._rules.epoch_due(epoch.events, self._manifest.events):
             events = total
         tensors = self._rules.renumber(epoch.tensors, number)
-        return Epoch(number, events, tensors, epoch.members, int(time.time() * 1_000), refitted=number)
+        gone = await self._users.without_learner(epoch.members)  # forgotten since the snapshot was taken
+        members = tuple(user for user in epoch.members if user not in gone)
+        return Epoch(number, events, tensors, members, int(time.time() * 1_000), refitted=number)
 
     async def _restore(self, partition: int, restoring: Restoring, epoch: Epoch, lease: Lease) -> None:
         # Also where there is nothing to write: from here on an older restore may not write either.

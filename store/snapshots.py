@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 from uuid import uuid4
 
-from store.connection import BEFORE_ALL, Store, as_bytes, as_int, as_text, command, parse_entries, pipeline
+from store.connection import BEFORE_ALL, Store, as_bytes, as_int, as_text, parse_entries, pipeline
 from store.epochs import Epoch, EpochStore
 from store.errors import CorruptRecord, SnapshotError, StoreReset
 from store.failpoints import reach
@@ -46,6 +47,8 @@ LOG_LINES: Final = 512
 MOVED_LINES: Final = 4_096
 #: Times that the log of a partition is followed before the partition is called too busy.
 MAX_PASSES: Final = 200
+#: Times that a partition is read from the beginning.
+MAX_COPIES: Final = 3
 #: Longest wait for an epoch that is being derived.
 LEASE_WAIT_S: Final = 60.0
 
@@ -82,6 +85,10 @@ async def create_snapshot(
             return await _Photographer(redis, record, record_rules, writer, progress).take(name, lease)
 
 
+class _PlaceLost(Exception):
+    """The line of the log that we are at is no longer there."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Point:
@@ -105,6 +112,7 @@ class _Photographer:
         self._writer = writer
         self._progress = progress
         self._users = UserStore(redis, record.keys, record.store_epoch, samples_kept=1)
+        self._epochs = EpochStore(redis, record.keys, record.store_epoch)
         self._collect = load_script(redis, "collect")
         self._waiting: list[UserRecord] = []
         self._waiting_bytes = 0
@@ -115,10 +123,7 @@ class _Photographer:
 
     async def take(self, name: str, lease: Lease) -> Manifest:
         created_ms = int(time.time() * 1_000)
-        blob = await command(self._redis, "HGET", self._keys.epoch, "blob")
-        if blob is None:
-            raise SnapshotError(f"namespace {self._record.name} has no epoch yet: start a worker, then try again")
-        epoch = self._sound_epoch(as_bytes(blob))
+        epoch = await self._sound_epoch()
         self._total = await self._users.count()
         points: list[_Point] = []
         users = 0
@@ -126,7 +131,9 @@ class _Photographer:
             self._held = {}
             points.append(await self._copy(partition, lease))
             users += sum(self._held.values())
-        await asyncio.to_thread(self._writer.add_epoch, as_bytes(blob))
+        # Nobody publishes meanwhile, yet a member may have been forgotten.
+        epoch = replace(epoch, members=await self._epochs.members())
+        await asyncio.to_thread(self._writer.add_epoch, epoch.encode())
         manifest = Manifest(
             id=new_id(created_ms / 1_000),
             name=name,
@@ -149,16 +156,27 @@ class _Photographer:
         await asyncio.to_thread(self._writer.finish, manifest)
         return manifest
 
-    def _sound_epoch(self, blob: bytes) -> Epoch:
+    async def _sound_epoch(self) -> Epoch:
         try:
-            epoch = Epoch.decode(blob)
+            epoch = await self._epochs.current()
+            if epoch is None:
+                raise SnapshotError(f"namespace {self._record.name} has no epoch yet: start a worker, then try again")
             self._rules.check_epoch(epoch.tensors)
         except (CorruptRecord, ValueError) as error:
             raise SnapshotError(f"the epoch of namespace {self._record.name} is damaged: {error}") from error
         return epoch
 
     async def _copy(self, partition: int, lease: Lease) -> _Point:
-        """Write the users of a partition; the point they are of."""
+        """Write the users of a partition; the point they are of.
+
+        Where our place in the log is gone, trimmed away or with a user who was forgotten, all are read once more.
+        """
+        for _ in range(MAX_COPIES):
+            with suppress(_PlaceLost):
+                return await self._copy_once(partition, lease)
+        raise self._too_busy(partition)
+
+    async def _copy_once(self, partition: int, lease: Lease) -> _Point:
         cursor = await self._users.log_head(partition)
         users = list(await self._users.versions(partition))
         for start in range(0, len(users), LOAD_USERS):
@@ -190,7 +208,7 @@ class _Photographer:
 
     async def _check_gap(self, partition: int, cursor: str) -> None:
         if cursor != BEFORE_ALL and not await self._users.logged(partition, cursor):
-            raise self._too_busy(partition)
+            raise _PlaceLost
 
     def _too_busy(self, partition: int) -> SnapshotError:
         return SnapshotError(f"users of partition {partition} move faster than they can be read: try again later")

@@ -49,7 +49,7 @@ class UserState:
             trod = "" if trail is None else as_text(trail)
             return UserState(user_id, as_int(incarnation), as_int(version), as_int(epoch), tensors, trod)
         except CorruptRecord as error:
-            raise CorruptRecord(f"the state of user {user_id!r}: {error}") from error
+            raise CorruptRecord(f"the state of a user: {error}") from error
 
 
 @final
@@ -126,3 +126,13 @@ class UserSummary:
     epoch: int | None  # fitted under; None for a tombstone
     samples: int
     forgotten: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A user who was forgotten: the incarnation that begins, and the line of the update log that tells it."""
+
+    incarnation: int
+    samples: int  # there were
+    line: str

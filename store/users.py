@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar, final
 
 from store.codec import Sample
@@ -33,9 +34,9 @@ from store.connection import (
 from store.errors import CorruptRecord, FenceLost, FenceReason, StoreReset
 from store.keys import LEARNERS, NamespaceKeys
 from store.scripts import load_script
-from store.user_records import UpdateEntry, UserState, UserSummary, UserUpdate
+from store.user_records import Forgotten, UpdateEntry, UserState, UserSummary, UserUpdate
 
-__all__ = ["UpdateEntry", "UserState", "UserStore", "UserSummary", "UserUpdate"]
+__all__ = ["Forgotten", "UpdateEntry", "UserState", "UserStore", "UserSummary", "UserUpdate"]
 
 #: Fields looked at by one step of a scan over the versions.
 SCAN_COUNT: Final = 1_000
@@ -159,10 +160,10 @@ class UserStore:
         for update in updates:
             state = update.state
             if self._keys.partition_of(state.user_id) != partition:
-                raise ValueError(f"user {state.user_id!r} is not in partition {partition}")
+                raise ValueError(f"a user is not in partition {partition}")
             expected = (update.expected_incarnation, update.expected_version)
             if (state.incarnation, state.version) <= expected:
-                raise ValueError(f"the update of user {state.user_id!r} does not move on from {expected}")
+                raise ValueError(f"the update of a user does not move on from {expected}")
 
     async def rebase(self, partition: int, states: Sequence[UserState], *, refit: int | None = None) -> list[bool]:
         """Rewrite states under a newer epoch at the same version; False for users that moved meanwhile.
@@ -179,7 +180,7 @@ class UserStore:
         arguments: list[Argument] = [self._store_epoch, self._log_cap, "" if refit is None else refit]
         for state in states:
             if self._keys.partition_of(state.user_id) != partition:
-                raise ValueError(f"user {state.user_id!r} is not in partition {partition}")
+                raise ValueError(f"a user is not in partition {partition}")
             keys.append(self._keys.user(state.user_id))
             arguments += [state.user_id, state.incarnation, state.version, state.trail, state.epoch, state.encode()]
         status, *done = await self._rebase.call(keys, arguments)
@@ -187,11 +188,11 @@ class UserStore:
             raise FenceLost(FENCE_REASONS[status], f"partition {partition}")
         return [bool(flag) for flag in done]
 
-    async def forget(self, user_id: str) -> int:
-        """Delete a user's state and samples and begin a new incarnation, the number of which is returned.
+    async def forget(self, user_id: str) -> Forgotten:
+        """Delete a user's state, samples and profile and begin a new incarnation.
 
         Rewards of decisions made before have no effect from now on, wherever they are. Works for a user without any
-        record too, of whom a decision may be under way.
+        record too, of whom a decision may be under way. What else there is of the user is for `store.traces` to find.
         """
         partition = self.partition_of(user_id)
         keys = [
@@ -201,11 +202,30 @@ class UserStore:
             self._keys.versions(partition),
             self._keys.user(user_id),
             self._keys.samples(user_id),
+            self._keys.profile(user_id),
         ]
-        status, *incarnation = await self._forget.call(keys, [self._store_epoch, self._log_cap, user_id])
+        status, *rest = await self._forget.call(keys, [self._store_epoch, self._log_cap, user_id])
         if status != b"ok":
             raise StoreReset(f"partition {partition} of {self._keys.namespace} lost its marker or is of another store")
-        return as_int(incarnation[0])
+        return Forgotten(as_int(rest[0]), as_int(rest[1]), as_text(rest[2]))
+
+    async def without_learner(self, user_ids: Iterable[str]) -> set[str]:
+        """Who of these was forgotten or never learned."""
+        ids = list(dict.fromkeys(user_ids))
+        replies = await pipeline(
+            self._redis, [("HGET", self._keys.versions(self._keys.partition_of(user)), user) for user in ids]
+        )
+        return {user for user, reply in zip(ids, replies, strict=True) if reply is None or not _standing(reply)[1]}
+
+    async def latest_samples(self, user_id: str, most: int) -> list[Sample]:
+        """The samples kept of the latest rewards of a user, the newest first; damaged ones are left out."""
+        if not most:
+            return []
+        found: list[Sample] = []
+        for blob in reversed(await command(self._redis, "LRANGE", self._keys.samples(user_id), -most, -1)):
+            with suppress(CorruptRecord):
+                found.append(Sample.decode(as_bytes(blob)))
+        return found
 
     async def summary(self, user_id: str) -> UserSummary | None:
         """What is stored of a user; None for one who was never learned nor forgotten."""
@@ -235,8 +255,7 @@ class UserStore:
             key = self._keys.versions(partition)
             reply = await command(self._redis, "HSCAN", key, cursor, "COUNT", SCAN_COUNT)
             for user_id, joined in zip(reply[1][0::2], reply[1][1::2], strict=True):
-                incarnation, _, version = as_text(joined).partition(":")
-                found[as_text(user_id)] = (as_int(incarnation), as_int(version))
+                found[as_text(user_id)] = _standing(joined)
             cursor = as_text(reply[0])
             if cursor == "0":
                 return found
@@ -302,6 +321,11 @@ class UserStore:
         return bool(await command(self._redis, "XRANGE", key, cursor, cursor, "COUNT", 1))
 
 
+def _standing(joined: Any) -> tuple[int, int]:
+    incarnation, _, version = as_text(joined).partition(":")
+    return as_int(incarnation), as_int(version)
+
+
 def _undamaged(
     decode: Callable[[Sequence[str], Sequence[Any]], dict[str, Decoded]], ids: Sequence[str], replies: Sequence[Any]
 ) -> dict[str, Decoded]:
@@ -311,7 +335,8 @@ def _undamaged(
         try:
             decoded |= decode([user], [reply])
         except CorruptRecord as error:
-            log.error("user %r cannot be read: %s", user, error)
+            # Not who: a line of a log outlives the user.
+            log.error("a user cannot be read: %s", error)
     return decoded
 
 

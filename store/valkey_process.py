@@ -60,6 +60,11 @@ def configuration(*, socket: Path, data: Path, log_file: Path, appendfsync: Lite
         # A crash may cut the last command in half; nobody was told that it is on disk.
         "aof-load-truncated yes",
         "maxmemory-policy noeviction",
+        # Neither its log nor its lists of slow and large commands may hold users, who may have to be forgotten.
+        "hide-user-data-from-log yes",
+        "commandlog-execution-slower-than -1",
+        "commandlog-request-larger-than -1",
+        "commandlog-reply-larger-than -1",
     ]
     return "\n".join(lines) + "\n"
 

@@ -233,6 +233,8 @@ class MetaTrainer:
         reach("meta-after-publish")
         if published:
             log.info("epoch published", number=epoch.number, events=epoch.events, pool=len(epoch.members) or "all")
+            # Whoever was forgotten while it was derived was struck out of the epoch before.
+            await self._epochs.strike(await self._users.without_learner(epoch.members))
             await self._model.refresh_epoch()
         return published
 

@@ -122,8 +122,14 @@ class Publisher:
             pupils.append(Pupil(user_id, version, kept, None if state is None or state.forgotten else state.tensors))
         epoch = self._model.epoch
         fitted = await self._desk.fit(trainer, epoch, pupils) if pupils else Fitted([], ())
-        for user_id in fitted.quarantined:
-            log.warning("learner quarantined", user=user_id, reason="not finite; put back to the prior")
+        if fitted.quarantined:
+            # Not who: a line of a log outlives the user.
+            log.warning(
+                "learner quarantined",
+                partition=partition,
+                users=len(fitted.quarantined),
+                reason="not finite; put back to the prior",
+            )
         updates = []
         for pupil, tensors in zip(pupils, fitted.states, strict=True):
             before = states.get(pupil.user_id)

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Annotated, final
+from typing import Annotated, Any, Final, Literal, final
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.auth import AdminEngine
+from service.contracts import UserDescription
 from service.errors import Forbidden, InvalidInput, NotFound, Unauthorized, Unavailable
 from service.openapi import problem_responses
 from service.schemas import Identifier
 
+#: Rewards shown of one user.
+EVENTS_MAX: Final = 100
+
 router = APIRouter(prefix="/admin/users", tags=["users"])
 
 UserId = Annotated[Identifier, Path(description="As in POST /recommend; percent-encoded where a URL needs it.")]
+
+
+@final
+class UserEventOut(BaseModel):
+    """A reward that was learned."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    arm_id: str
+    reward: float
+    propensity: float
+    epoch: int = Field(description="Of the model that decided.")
+    received_ms: int
+
+
+@final
+class OpenDecisionOut(BaseModel):
+    """A decision that still takes rewards."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    decision_id: str
+    expires_ms: int = Field(description="Until when it does.")
+
+
+@final
+class TracesOut(BaseModel):
+    """What is left of a user who was forgotten, besides the tombstone; all zero and false: nothing."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    decisions: int
+    waiting: int = Field(description="Rewards that a worker is about to drop without an effect.")
+    dead_letters: int
+    samples: int
+    log_lines: int = Field(description="Lines of the update log but the one that says that the user was forgotten.")
+    pool: bool = Field(description="Whether the candidate pool of the current epoch names the user.")
 
 
 @final
@@ -32,6 +73,19 @@ class UserOut(BaseModel):
                     "samples": 31,
                     "resident": True,
                     "forgotten": False,
+                    "cold_start": "meta",
+                    "profile": {"country": "NL", "member": True},
+                    "events": [
+                        {
+                            "arm_id": "sencha",
+                            "reward": 1.0,
+                            "propensity": 0.9867,
+                            "epoch": 7,
+                            "received_ms": 1767225600000,
+                        }
+                    ],
+                    "decisions": [{"decision_id": "order-1001", "expires_ms": 1767312000000}],
+                    "traces": None,
                 }
             ]
         }
@@ -40,20 +94,80 @@ class UserOut(BaseModel):
     user_id: str
     incarnation: int = Field(description="Grows by one when the user is forgotten or restored.")
     version: int = Field(description="Rewards learned in this incarnation.")
-    epoch: int | None = Field(description="The epoch that the user was last fitted under; null when `forgotten`.")
+    epoch: int | None = Field(
+        description="The epoch that the user was last fitted under; null when nothing is learned of them."
+    )
     samples: int = Field(description="Samples kept of the latest rewards.")
     resident: bool = Field(description="Whether the process that answered has the user in memory.")
     forgotten: bool = Field(description="Forgotten, or dropped by a restore, and no reward learned since.")
+    cold_start: Literal["meta"] = Field(description="What the user's learner began from: the meta-learner.")
+    profile: list[Any] | dict[str, Any] | None = Field(description="The `user_features` told last.")
+    events: list[UserEventOut] = Field(
+        description="The latest rewards learned, as many as asked for, the newest first."
+    )
+    decisions: list[OpenDecisionOut] = Field(
+        description="Decisions that still take rewards, the newest first, at most 100."
+    )
+    traces: TracesOut | None = Field(description="What is left of the user when `forgotten`; null otherwise.")
+
+    @staticmethod
+    def of(user_id: str, found: UserDescription) -> UserOut:
+        stored = found.stored
+        return UserOut(
+            user_id=user_id,
+            incarnation=stored.incarnation,
+            version=stored.version,
+            epoch=stored.epoch,
+            samples=stored.samples,
+            resident=found.resident,
+            forgotten=stored.forgotten,
+            cold_start="meta",
+            profile=found.profile,
+            events=[UserEventOut.model_validate(sample) for sample in found.events],
+            decisions=[OpenDecisionOut.model_validate(decision) for decision in found.decisions],
+            traces=None if found.traces is None else TracesOut.model_validate(found.traces),
+        )
+
+
+@final
+class RemovedOut(BaseModel):
+    """How much was deleted."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    samples: int
+    decisions: int
+    dead_letters: int
+    log_lines: int
 
 
 @final
 class ForgottenOut(BaseModel):
     """A user began anew."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"user_id": "u-42", "incarnation": 1}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "user_id": "u-42",
+                    "incarnation": 1,
+                    "removed": {"samples": 31, "decisions": 4, "dead_letters": 0, "log_lines": 31},
+                    "waiting": 0,
+                    "history": "rewritten",
+                }
+            ]
+        }
+    )
 
     user_id: str
     incarnation: int = Field(description="Only decisions made from now on are learned, into this incarnation.")
+    removed: RemovedOut
+    waiting: int = Field(description="Rewards that still wait for a worker to drop them without an effect.")
+    history: Literal["rewritten", "pending", "not ours"] = Field(
+        description="Whether the append-only file of the private Valkey was rewritten, so that it does not hold the "
+        "user any more, or is about to be; `not ours`: the store is another one, whose files and copies are not "
+        "known here."
+    )
 
 
 @router.get(
@@ -61,21 +175,16 @@ class ForgottenOut(BaseModel):
     summary="What is stored of a user",
     responses=problem_responses(Unauthorized, Forbidden, NotFound, InvalidInput, Unavailable),
 )
-async def describe(engine: AdminEngine, user_id: UserId) -> UserOut:
-    """404 for a user of whom no reward was ever learned, and who was neither forgotten nor dropped by a restore."""
-    found = await engine.describe_user(user_id)
+async def describe(
+    engine: AdminEngine,
+    user_id: UserId,
+    events: Annotated[int, Query(ge=0, le=EVENTS_MAX, description="How many of the latest rewards to show.")] = 0,
+) -> UserOut:
+    """404 for a user of whom nothing is stored: no reward, no open decision, no profile, no tombstone."""
+    found = await engine.describe_user(user_id, events=events)
     if found is None:
-        raise NotFound("No reward of this user was ever learned.")
-    stored = found.stored
-    return UserOut(
-        user_id=user_id,
-        incarnation=stored.incarnation,
-        version=stored.version,
-        epoch=stored.epoch,
-        samples=stored.samples,
-        resident=found.resident,
-        forgotten=stored.forgotten,
-    )
+        raise NotFound("Nothing is stored of this user.")
+    return UserOut.of(user_id, found)
 
 
 @router.delete(
@@ -84,9 +193,17 @@ async def describe(engine: AdminEngine, user_id: UserId) -> UserOut:
     responses=problem_responses(Unauthorized, Forbidden, InvalidInput, Unavailable),
 )
 async def forget(engine: AdminEngine, user_id: UserId) -> ForgottenOut:
-    """Delete the user's learner, samples and dead letters, and void the rewards under way.
+    """Delete all that is stored of the user but a tombstone, and void the rewards under way.
 
-    Works for a user never seen, too, of whom a decision may be under way. Decisions that were made before can still be
-    repeated until their reward window ends, but their rewards are refused with `user-reset`.
+    Works for a user never seen, too, of whom a decision may be under way, and may be repeated. Decisions that were made
+    before are unknown from now on. The call waits a few seconds for the rewards under way and for the history of a
+    private Valkey; GET tells in `traces` whether anything is left.
     """
-    return ForgottenOut(user_id=user_id, incarnation=await engine.forget_user(user_id))
+    done = await engine.forget_user(user_id)
+    return ForgottenOut(
+        user_id=user_id,
+        incarnation=done.incarnation,
+        removed=RemovedOut.model_validate(done.removed),
+        waiting=done.waiting,
+        history=done.history,
+    )

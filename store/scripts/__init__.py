@@ -8,9 +8,10 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias, final
 
+from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from store.connection import Argument, Confirmation, Store, pipeline_with_errors
+from store.connection import Argument, Command, Confirmation, Store, pipeline, pipeline_with_errors
 from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
@@ -27,12 +28,16 @@ ScriptName: TypeAlias = Literal[
     "forget",
     "lease",
     "namespace",
+    "note",
     "publish",
     "rebase",
     "refit",
     "release",
     "replay",
     "restore",
+    "retract",
+    "search",
+    "strike",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 
@@ -72,6 +77,29 @@ class Script:
                 with translate_errors():
                     raise reply
         return replies
+
+    async def call_after(self, first: Command, keys: Sequence[str], arguments: Sequence[Argument]) -> tuple[Any, Any]:
+        """Send a command, then run once; both raw replies, the first error raised.
+
+        That is one round trip where one server does both in turn. Those of a cluster would do them in any order: there
+        the script is not sent before the command is answered.
+        """
+        if not isinstance(self._redis, Redis):
+            [reply] = await pipeline(self._redis, [first])
+            return reply, await self.call(keys, arguments)
+        known = self._command("EVALSHA", keys, arguments)
+        replies = await pipeline_with_errors(self._redis, [first, known])
+        if isinstance(replies[1], NoScriptError):
+            replies[1:] = await pipeline_with_errors(self._redis, [self._command("EVAL", keys, arguments)])
+        for reply in replies:
+            if isinstance(reply, Exception):
+                with translate_errors():
+                    raise reply
+        return replies[0], replies[1]
+
+    def inline(self, keys: Sequence[str], arguments: Sequence[Argument]) -> Command:
+        """The command that runs it whether the server knows it or not, to be sent among others."""
+        return self._command("EVAL", keys, arguments)
 
     def _command(self, verb: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Argument]:
         body = self._digest if verb == "EVALSHA" else self._source

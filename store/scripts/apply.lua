@@ -26,12 +26,12 @@ local at = HEAD_ARGS + n_ids + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local stored = redis.call('HGET', versions, ARGV[at]) or '0:0'
   if stored ~= ARGV[at + 1] then
-    return {'version', ARGV[at] .. ' is at ' .. stored .. ', not ' .. ARGV[at + 1]}
+    return {'version', 'a user is at ' .. stored .. ', not ' .. ARGV[at + 1]}
   end
   -- A store that lost its latest writes comes to the same version again, by other events.
   -- A key of another type raises here, before anything is written.
   if (redis.call('HGET', KEYS[i], 'trail') or '') ~= ARGV[at + 2] then
-    return {'version', ARGV[at] .. ' came to ' .. stored .. ' by other events'}
+    return {'version', 'a user came to ' .. stored .. ' by other events'}
   end
   redis.call('LLEN', KEYS[i + 1])
   at = at + UPDATE_ARGS + tonumber(ARGV[at + 9])

@@ -1,5 +1,5 @@
--- Move an event that cannot be applied to the dead letters.
--- KEYS  events, dead_letters, attempts, counters
+-- Move an event that cannot be applied to the dead letters; one of a user who began anew since is dropped instead.
+-- KEYS  events, dead_letters, attempts, counters, versions
 -- ARGV  group, consumer, entry id, reason, time in ms, most fields kept
 -- Reply 1 | 0: 0 when the event is not pending for this consumer, and nothing was written
 local events, dead_letters, attempts, counters = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -12,14 +12,27 @@ end
 local found = redis.call('XRANGE', events, entry_id, entry_id)
 local tries = redis.call('HGET', attempts, entry_id) or '0'
 redis.call('XLEN', dead_letters)
-
-redis.call('HINCRBY', counters, 'buried', 1)
 -- An entry deleted by hand while pending has no fields left; its burial is still on record.
 local fields = found[1] and found[1][2] or {}
--- A foreign entry may hold more fields than one call takes: it keeps the first ones.
-local kept = math.min(#fields, 2 * tonumber(ARGV[6]))
-redis.call('XADD', dead_letters, '*', 'dead_reason', ARGV[4], 'dead_entry', entry_id,
-  'dead_consumer', consumer, 'dead_attempts', tries, 'dead_ms', ARGV[5], unpack(fields, 1, kept))
+local user_id, incarnation = nil, 0
+for at = 1, #fields, 2 do
+  if fields[at] == 'u' then
+    user_id = fields[at + 1]
+  elseif fields[at] == 'i' then
+    incarnation = tonumber(fields[at + 1]) or 0
+  end
+end
+-- A letter would keep of a forgotten user what no worker can learn any more.
+local began = user_id and string.match(redis.call('HGET', KEYS[5], user_id) or '0:0', '^%d+')
+local void = began and incarnation < tonumber(began)
+
+redis.call('HINCRBY', counters, void and 'voided' or 'buried', 1)
+if not void then
+  -- A foreign entry may hold more fields than one call takes: it keeps the first ones.
+  local kept = math.min(#fields, 2 * tonumber(ARGV[6]))
+  redis.call('XADD', dead_letters, '*', 'dead_reason', ARGV[4], 'dead_entry', entry_id,
+    'dead_consumer', consumer, 'dead_attempts', tries, 'dead_ms', ARGV[5], unpack(fields, 1, kept))
+end
 redis.call('XACK', events, group, entry_id)
 redis.call('XDEL', events, entry_id)
 redis.call('HDEL', attempts, entry_id)

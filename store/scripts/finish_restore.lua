@@ -1,6 +1,6 @@
 -- Publish the epoch of a snapshot whose users are all in place; the restore is over.
 -- KEYS  namespace, lease, epoch, epoch_log, restoring
--- ARGV  store epoch, lease token, generation, number, blob, log cap, stamp
+-- ARGV  store epoch, lease token, generation, number, blob, log cap, stamp, members as JSON
 -- Reply 'ok' | 'reset' | 'lease' | 'overtaken': what did not hold; nothing was written then
 local record = redis.call('GET', KEYS[1])
 if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
@@ -15,7 +15,8 @@ if redis.call('HGET', KEYS[5], 'generation') ~= ARGV[3] or number >= tonumber(AR
 end
 redis.call('XLEN', KEYS[4])
 -- It was derived from no epoch of this store.
-redis.call('HSET', KEYS[3], 'number', ARGV[4], 'blob', ARGV[5], 'stamp', ARGV[7], 'follows', '')
+redis.call('HSET', KEYS[3], 'number', ARGV[4], 'blob', ARGV[5], 'members', ARGV[8], 'stamp', ARGV[7],
+  'follows', '')
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', 'n', ARGV[4])
 redis.call('DEL', KEYS[5])
 return 'ok'

@@ -1,6 +1,7 @@
 -- Publish the next epoch of a namespace.
 -- KEYS  namespace, lease, epoch, epoch_log, restoring
--- ARGV  store epoch, lease token, number, blob, log cap, stamp, stamp of the epoch it was derived from
+-- ARGV  store epoch, lease token, number, blob, log cap, stamp, stamp of the epoch it was derived from,
+--       members as JSON
 -- Reply 'ok' | 'reset' | 'restoring' | 'lease' | 'number' | 'stamp': what did not hold; nothing was written then
 local stored = redis.call('GET', KEYS[1])
 if not stored or cjson.decode(stored).store_epoch ~= ARGV[1] then
@@ -22,6 +23,7 @@ if (redis.call('HGET', KEYS[3], 'stamp') or '') ~= ARGV[7] then
   return 'stamp'
 end
 redis.call('XLEN', KEYS[4])
-redis.call('HSET', KEYS[3], 'number', ARGV[3], 'blob', ARGV[4], 'stamp', ARGV[6], 'follows', ARGV[7])
+redis.call('HSET', KEYS[3], 'number', ARGV[3], 'blob', ARGV[4], 'members', ARGV[8], 'stamp', ARGV[6],
+  'follows', ARGV[7])
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*', 'n', ARGV[3])
 return 'ok'

@@ -2,7 +2,7 @@
 -- KEYS  marker, counters, update_log, versions, restored, then `user`, `samples` for each user
 -- ARGV  store epoch, generation of the restore, log cap, events applied at least,
 --       then for each user: user id, incarnation, version, epoch, state ('': drop), number of samples, the samples
--- Reply {'store-epoch'} | {'overtaken', generation} | {'corrupt', user id}: nothing was written then
+-- Reply {'store-epoch'} | {'overtaken', generation} | {'corrupt'}: nothing was written then
 --       {'ok', 1 | 0 for each user}: 0 for one who was forgotten and stays so, or had nothing to be dropped
 local marker, counters, update_log, versions, restored = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local store_epoch, generation, log_cap, least = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -23,7 +23,7 @@ local at = HEAD_ARGS + 1
 for i = HEAD_KEYS + 1, #KEYS, 2 do
   local incarnation, version = string.match(redis.call('HGET', versions, ARGV[at]) or '0:0', '^(%d+):(%d+)$')
   if not incarnation then
-    return {'corrupt', ARGV[at]}
+    return {'corrupt'}
   end
   redis.call('LLEN', KEYS[i + 1])
   raised[#raised + 1] = string.format('%.0f', math.max(tonumber(incarnation), tonumber(ARGV[at + 1])) + 1)

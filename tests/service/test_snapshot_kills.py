@@ -102,7 +102,7 @@ async def test_a_killed_snapshot(shop: Workshop, tmp_path: Path, valkey_url: str
     before = await stored(shop)
     assert await metaban(valkey_url, tmp_path, "create", die_at=place) == -signal.SIGKILL
     desk = SnapshotDesk(shop.redis, Settings(data_dir=tmp_path), shop.record)
-    assert await desk.list(verify=False) == []
+    assert await desk.list(verify=False) == ()
     assert len(os.listdir(tmp_path / "snapshots")) == 1
     assert await stored(shop) == before
     assert await metaban(valkey_url, tmp_path, "create") == 0

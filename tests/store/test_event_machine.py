@@ -236,7 +236,11 @@ class EventPath(RuleBasedStateMachine):
             assert self.owner.get(delivery.entry_id) != consumer
             return
         assert self.owner.pop(delivery.entry_id) == consumer
-        self.buried[delivery.entry_id] = self.waiting.pop(delivery.entry_id)
+        each = self.waiting.pop(delivery.entry_id)
+        if self.incarnation_of[each] < self.incarnation[each[0]]:
+            self.ever["voided"] += 1  # nothing is kept of a user who was forgotten
+            return
+        self.buried[delivery.entry_id] = each
         self.ever["buried"] += 1
 
     @precondition(lambda self: self.buried)
@@ -264,7 +268,7 @@ class EventPath(RuleBasedStateMachine):
     def forget(self, user: str) -> None:
         """What was learned of a user is gone, and so is every effect of what was decided until now."""
         self.incarnation[user] += 1
-        assert self.run(self.users.forget(user)) == self.incarnation[user]
+        assert self.run(self.users.forget(user)).incarnation == self.incarnation[user]
         self.ever["forgotten"] += len(self.applied[user])
         self.applied[user] = []
 

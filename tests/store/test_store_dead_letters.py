@@ -259,12 +259,3 @@ async def test_discard(stream: EventStream, letter: DeadLetter):
     assert not await stream.discard(0, letter.letter_id)
     assert (await stream.replay(0, letter.letter_id)).status == "unknown"
     assert await all_letters(stream) == []
-
-
-async def test_discard_of_one_user(stream: EventStream, make_event, neighbours: list[str], monkeypatch):
-    monkeypatch.setattr(module, "LETTERS_READ", 3)
-    one, two = neighbours[:2]
-    await bury(stream, [make_event(one if n % 3 else two, f"{n}") for n in range(12)])
-    assert await stream.discard_of(one) == 8
-    assert await stream.discard_of(one) == 0
-    assert {letter.event.user_id for letter in await all_letters(stream) if letter.event} == {two}

@@ -47,7 +47,8 @@ async def test_all_but_a_tombstone_is_gone(
 ):
     await learn(stream, users, make_state(user, 1, epoch=3), make_event(user, "a"))
     assert await users.summary(user) == UserSummary(0, 1, epoch=3, samples=1, forgotten=False)
-    assert await users.forget(user) == 1
+    forgotten = await users.forget(user)
+    assert (forgotten.incarnation, forgotten.samples) == (1, 1)
     assert await users.summary(user) == UserSummary(1, 0, epoch=None, samples=0, forgotten=True)
     tombstone = (await users.load([user]))[user]
     assert (tombstone.incarnation, tombstone.version, tombstone.tensors) == (1, 0, {})
@@ -57,6 +58,7 @@ async def test_all_but_a_tombstone_is_gone(
     assert await users.versions(0) == {user: (1, 0)}
     assert set(await redis.hgetall(keys.user(user))) == {b"incarnation", b"version", b"forgot"}
     line = (await users.tail(0, "0-0", block_ms=0, count=9))[-1]
+    assert line.cursor == forgotten.line
     assert (line.user_id, line.incarnation, line.version, line.entry_ids, line.applied) == (user, 1, 0, (), 1)
     assert (await users.counters())["forgotten"] == 1
     assert await sums_hold(stream, users)
@@ -64,10 +66,10 @@ async def test_all_but_a_tombstone_is_gone(
 
 async def test_who_was_never_seen_can_be_forgotten_and_twice(users: UserStore, user: str):
     assert await users.summary(user) is None
-    assert [await users.forget(user), await users.forget(user)] == [1, 2]
+    assert [(await users.forget(user)).incarnation for _ in range(2)] == [1, 2]
     assert await users.versions(0) == {user: (2, 0)}
     raced = await asyncio.gather(*(users.forget(user) for _ in range(10)))
-    assert sorted(raced) == list(range(3, 13))
+    assert sorted(each.incarnation for each in raced) == list(range(3, 13))
 
 
 async def test_a_forgotten_user_begins_anew(stream, users: UserStore, make_event, make_state, user: str):

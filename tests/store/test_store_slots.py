@@ -29,6 +29,7 @@ from store.namespaces import NamespaceRecord, Namespaces
 from store.ownership import Ownership
 from store.snapshot_restore import restore_snapshot
 from store.snapshots import create_snapshot
+from store.traces import Traces
 from store.users import UserState, UserStore, UserUpdate
 
 
@@ -60,8 +61,9 @@ class RecordingPipeline(Pipeline):
     seen: list[tuple[str, list[bytes]]]
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        if args[0] == b"EVALSHA":  # EVAL follows only for the same keys, when the server lacks the script
-            self.seen.append((args[1], [key.encode() for key in args[3 : 3 + args[2]]]))
+        if args[0] in (b"EVALSHA", b"EVAL"):
+            digest = args[1] if args[0] == b"EVALSHA" else sha1(args[1].encode()).hexdigest()  # noqa: S324
+            self.seen.append((digest, [key.encode() for key in args[3 : 3 + args[2]]]))
         return super().execute_command(*args, **options)
 
 
@@ -91,7 +93,6 @@ async def use_every_script(redis: Redis) -> None:
         assert (await stream.replay(partition, letter.letter_id)).status == "replayed"
         [buried] = await stream.read(partition, "one", count=1, block_ms=0)
         await stream.bury(buried, "one", "test")
-        await stream.discard_of(buried.event.user_id if buried.event else "")
         states = [UserState(d.event.user_id, 0, 1, 0, {"b": x}) for d in rest if d.event]
         updates = [
             UserUpdate(state, 0, 0, [Sample(x, 1.0, 1.0, 0, 0, "a")], [d.entry_id])
@@ -100,7 +101,15 @@ async def use_every_script(redis: Redis) -> None:
         await users.apply(partition, "one", [d.entry_id for d in rest], updates)
         assert all(await users.rebase(partition, list((await users.load(s.user_id for s in states)).values())))
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
-    assert [await users.forget(name) for name in names] == [1] * 12
+    decisions, traces = DecisionStore(redis, keys, ttl_s=60), Traces(redis, keys)
+    for name in names:
+        decision = Decision(f"{{d}}{name}", name, "", (), np.empty((0, 2)), np.empty((0, 0)), "ucb", 0, 0, None, 0)
+        assert await decisions.put(decision, profile=b"{}") is decision
+        forgotten = await users.forget(name)
+        assert forgotten.incarnation == 1
+        assert await decisions.forget_of(name, 1) == 1
+        assert await traces.delete_lines(name, 1, before=forgotten.line) == 2 * forgotten.samples
+        assert await traces.delete_letters(name, 1) == 1 - forgotten.samples
     assert await stream.release_consumer("one")
     decisions = DecisionStore(redis, keys, ttl_s=60)
     items = (DecidedItem("a", 1, 1.0, 1.0, 0.0, 1.0, 1),)
@@ -117,7 +126,8 @@ async def use_every_script(redis: Redis) -> None:
     epochs = EpochStore(redis, keys, record.store_epoch)
     assert await epochs.acquire_lease("t", 10_000)
     assert await epochs.begin_refit("t") == 1
-    assert await epochs.publish(Epoch(0, 0, {}, (), 0), lease_token="t")
+    assert await epochs.publish(Epoch(0, 0, {}, tuple(names), 0), lease_token="t")
+    assert await epochs.strike(names[:2]) == 2
     await epochs.release_lease("t")
     await use_snapshots(redis, record)
 
@@ -221,6 +231,7 @@ def test_keys_are_distinct():
             "awaiting",
         )
         names += [getattr(keys, kind)(partition) for kind in kinds]
-    names += [keys.user("x"), keys.samples("x"), keys.decision("x")]
+    names += [keys.user("x"), keys.samples("x"), keys.decision("x"), keys.profile("x"), keys.decided("x")]
+    names += [keys.seen("x", "y"), keys.seen("xy", ""), keys.seen("", "xy")]
     assert len(set(names)) == len(names)
     assert all(name.startswith("metaban:{shop:") for name in names)

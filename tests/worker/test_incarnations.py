@@ -216,7 +216,7 @@ async def test_users_forgotten_amid_events_and_a_killed_worker(open_workshop: Op
             [answer] = await shop.streams.enqueue([event])
             accepted += answer.status == "accepted"
             if number % 17 == 5:
-                incarnations[user] = await shop.users.forget(user)
+                incarnations[user] = (await shop.users.forget(user)).incarnation
                 # decided before, told after
                 [late] = await shop.streams.enqueue([make_event(user, 1_000 + number, incarnation=event.incarnation)])
                 assert late.status == "void"
