@@ -61,11 +61,10 @@ class DecisionIndex:
     async def open(self, user_id: str, *, most: int) -> list[OpenDecision]:
         """The decisions of a user that still take rewards, the newest first, at most so many."""
         key = self._keys.decided(user_id)
-        flat = await command(self._redis, "ZRANGE", key, 0, most - 1, "REV", "WITHSCORES")
-        noted = [
-            OpenDecision(as_text(decision_id), as_int(float(score)))
-            for decision_id, score in zip(flat[0::2], flat[1::2], strict=True)
-        ]
+        reply = await command(self._redis, "ZRANGE", key, 0, most - 1, "REV", "WITHSCORES")
+        # In pairs, or one after the other in the older version of the protocol.
+        pairs = reply if reply and isinstance(reply[0], list) else zip(reply[0::2], reply[1::2], strict=True)
+        noted = [OpenDecision(as_text(decision_id), as_int(float(score))) for decision_id, score in pairs]
         stored = await pipeline(self._redis, [("EXISTS", self._keys.decision(each.decision_id)) for each in noted])
         return [each for each, there in zip(noted, stored, strict=True) if there]
 

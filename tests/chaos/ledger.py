@@ -218,7 +218,8 @@ class Client:
     def _gone(self, answer: httpx.Response) -> bool:
         """Whether this says that the decision does not count any more, where that may be."""
         lost = self._ledger.may_lose and answer.status_code in (404, 422)
-        return lost or (self._ledger.may_reset and answer.status_code == httpx.codes.CONFLICT)
+        # Those of a user who was forgotten are unknown, those of one who was restored refused.
+        return lost or (self._ledger.may_reset and answer.status_code in (404, 409))
 
     def _note(self, events: Sequence[Event], said: dict[str, Any], *, once: bool) -> None:
         now = time.monotonic()

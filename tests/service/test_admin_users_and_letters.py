@@ -22,10 +22,11 @@ from store.events import EventStream
 from store.keys import NamespaceKeys
 from tests.own_valkey import own_valkey
 from tests.service.test_engine import settings, worker_running
-from tests.worker.workshop import soon
+from tests.worker.workshop import make_event, soon
 
 ARMS = [{"id": f"arm {n}", "features": [float(n), 1.0, -float(n)]} for n in range(3)]
 KEYS = NamespaceKeys("shop", 2)
+NOTHING_LEFT = {"decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False}
 
 
 @pytest.fixture
@@ -59,26 +60,40 @@ class TestUsers:
     async def test_from_never_seen_to_forgotten_to_back(self, http: httpx.AsyncClient, valkey_url: str) -> None:
         path = "/admin/users/of%2Fcorridor%207%3F"
         user = "of/corridor 7?"
-        assert (await http.get(path)).status_code == 404
+        assert (await http.get(path)).json()["type"] == "/problems/not-found"
         await decide(http, user, "d1")
         await decide(http, user, "d2")
-        assert (await http.get(path)).json()["type"] == "/problems/not-found"
+        asked = (await http.get(path)).json()
+        assert [each["decision_id"] for each in asked.pop("decisions")] == ["d2", "d1"]
+        assert asked == {
+            "user_id": user,
+            "incarnation": 0,
+            "version": 0,
+            "epoch": None,
+            "samples": 0,
+            "resident": False,
+            "forgotten": False,
+            "cold_start": "meta",
+            "profile": None,
+            "events": [],
+            "traces": None,
+        }
         async with worker_running(valkey_url):
             for decision in ("d1",):
                 told = await http.post("/feedback?wait=applied", json={"decision_id": decision, "reward": 1})
                 assert told.json() == {"accepted": 1, "duplicates": 0, "rejected": [], "applied": True}
             known = (await http.get(path)).json()
-            assert known == {
-                "user_id": user,
-                "incarnation": 0,
-                "version": 1,
-                "epoch": 0,
-                "samples": 1,
-                "resident": True,
-                "forgotten": False,
-            }
+            assert len(known.pop("decisions")) == 2
+            assert known == asked | {"version": 1, "epoch": 0, "samples": 1, "resident": True}
             forgotten = await http.delete(path)
-            assert (forgotten.status_code, forgotten.json()) == (200, {"user_id": user, "incarnation": 1})
+            assert forgotten.status_code == 200
+            assert forgotten.json() == {
+                "user_id": user,
+                "incarnation": 1,
+                "removed": {"samples": 1, "decisions": 2, "dead_letters": 0, "log_lines": 1},
+                "waiting": 0,
+                "history": "not ours",
+            }
             gone = (await http.get(path)).json()
             assert gone == known | {
                 "incarnation": 1,
@@ -87,19 +102,65 @@ class TestUsers:
                 "samples": 0,
                 "resident": False,
                 "forgotten": True,
+                "decisions": [],
+                "traces": NOTHING_LEFT,
             }
             alone = await http.post("/feedback", json={"decision_id": "d2", "reward": 1})
-            assert (alone.status_code, alone.json()["type"]) == (409, "/problems/user-reset")
+            assert (alone.status_code, alone.json()["type"]) == (404, "/problems/unknown-decision")
             assert alone.json()["errors"][0]["field"] == "decision_id"
             batch = await http.post(
                 "/feedback", json={"events": [{"decision_id": "d1", "reward": 1}, {"decision_id": "d2", "reward": 1}]}
             )
-            assert (batch.status_code, batch.json()["duplicates"]) == (202, 1)
-            assert [(each["index"], each["code"]) for each in batch.json()["rejected"]] == [(1, "user-reset")]
+            assert (batch.status_code, batch.json()["accepted"], batch.json()["duplicates"]) == (202, 0, 0)
+            assert [each["code"] for each in batch.json()["rejected"]] == ["unknown-decision"] * 2
             await decide(http, user, "d3")
             await http.post("/feedback?wait=applied", json={"decision_id": "d3", "reward": 1})
             back = (await http.get(path)).json()
             assert (back["incarnation"], back["version"], back["forgotten"]) == (1, 1, False)
+
+    async def test_profile_and_latest_events(self, http: httpx.AsyncClient, valkey_url: str) -> None:
+        body = {"user_id": "u", "arms": ARMS}
+        async with worker_running(valkey_url):
+            for number in range(3):
+                told = {"decision_id": f"d{number}", "user_features": {"n": number, "kind": "ü"}}
+                assert (await http.post("/recommend", json={**body, **told})).status_code == 200
+                reward = {"decision_id": f"d{number}", "reward": number / 2}
+                await http.post("/feedback?wait=applied", json=reward)
+        found = (await http.get("/admin/users/u?events=2")).json()
+        assert found["profile"] == {"n": 2, "kind": "ü"}
+        assert [event["reward"] for event in found["events"]] == [1.0, 0.5]
+        assert set(found["events"][0]) == {"arm_id", "reward", "propensity", "epoch", "received_ms"}
+        assert (await http.get("/admin/users/u")).json()["events"] == []
+        for wrong in ("-1", "101", "many"):
+            answer = await http.get("/admin/users/u", params={"events": wrong})
+            assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "events")
+        await http.delete("/admin/users/u")
+        gone = (await http.get("/admin/users/u?events=9")).json()
+        assert (gone["profile"], gone["events"], gone["traces"]) == (None, [], NOTHING_LEFT)
+
+    async def test_traces_tell_what_is_left(self, http: httpx.AsyncClient, client: Redis, valkey_url: str) -> None:
+        await decide(http, "u", "d")
+        assert (await http.post("/feedback", json={"decision_id": "d", "reward": 1})).json()["accepted"] == 1
+        assert (await http.delete("/admin/users/u")).json()["waiting"] == 1
+        assert (await http.get("/admin/users/u")).json()["traces"] == NOTHING_LEFT | {"waiting": 1}
+        async with worker_running(valkey_url):
+
+            async def nothing_left() -> bool:
+                return bool((await http.get("/admin/users/u")).json()["traces"] == NOTHING_LEFT)
+
+            await soon(nothing_left)
+        # As a process would leave it that was killed on the way.
+        event = make_event("u", 1).encode()
+        await client.xadd(KEYS.dead_letters(KEYS.partition_of("u")), event)
+        await client.xadd(KEYS.update_log(KEYS.partition_of("u")), {"u": "u", "i": 0, "v": 1, "e": "", "t": 0})
+        await client.hset(KEYS.epoch, "members", json.dumps(["v", "u"]))
+        await client.rpush(KEYS.samples("u"), b"a sample")
+        left = NOTHING_LEFT | {"dead_letters": 1, "log_lines": 1, "pool": True, "samples": 1}
+        assert (await http.get("/admin/users/u")).json()["traces"] == left
+        again = (await http.delete("/admin/users/u")).json()
+        assert again["removed"] == {"samples": 1, "decisions": 0, "dead_letters": 1, "log_lines": 2}
+        assert (await http.get("/admin/users/u")).json()["traces"] == NOTHING_LEFT
+        assert json.loads(await client.hget(KEYS.epoch, "members")) == ["v"]
 
     @pytest.mark.parametrize("path", ["/admin/users/", "/admin/users/a%00b", "/admin/users/" + "x" * 257])
     async def test_ids_that_no_user_can_have(self, http: httpx.AsyncClient, path: str) -> None:
@@ -112,7 +173,8 @@ class TestUsers:
             await decide(http, user, f"of {user}".replace(" ", "-"))
             await http.post("/feedback", json={"decision_id": f"of-{user}", "reward": 1})
         await bury_all(client)
-        await http.delete("/admin/users/u")
+        forgotten = (await http.delete("/admin/users/u")).json()
+        assert forgotten["removed"] == {"samples": 0, "decisions": 1, "dead_letters": 1, "log_lines": 0}
         left = (await http.get("/admin/dead-letters")).json()["letters"]
         assert [letter["event"]["user_id"] for letter in left] == ["v"]
 

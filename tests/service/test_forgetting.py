@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from redis.asyncio import Redis
 
 from service import replica as replica_module
 from service import served as served_module
+from service.contracts import Features
 from service.engine import Engine
 from service.served import ScoreRequest
 from store.decisions import Decision, DecisionStore
 from store.errors import StoreUnavailable
 from store.keys import NamespaceKeys
+from store.traces import Traces
 from store.users import UpdateEntry, UserState
 from tests.service.replicas import Watched, hold_load, in_partition, move_to_epoch, publish_epoch
 from tests.service.serving import adopt, ask, make_model, state
@@ -97,6 +100,10 @@ class TestServedModel:
         model.begin([(f"user {number}", 1) for number in range(10)])
         assert model.score([ask("user 9")])[0].incarnation == 1
         assert len(model._began) == 3
+
+
+async def _true(holds: bool) -> bool:
+    return holds
 
 
 async def cut_off(watched: Watched) -> Callable[[], None]:
@@ -229,6 +236,56 @@ class TestReplica:
         reach_again()
         await self.gone(watched, gone)
 
+    async def test_lines_that_were_deleted_before_they_were_read(
+        self, shop: Workshop, redis: Redis, watch: Callable[..., Watched]
+    ) -> None:
+        """They named events: versions are compared, and whoever waits for a neighbour's event is told of it."""
+        gone, busy = in_partition(shop, 0, 2)
+        await shop.learn({gone: 1, busy: 1})
+        watched = watch()
+        await watched.replica.start()
+        await watched.serves(gone, 1)
+        come, passing = hold_load(watched.users, busy)
+        await shop.learn({busy: 1}, first=10)  # the replica has read this line, and is held up
+        await come.wait()
+        await shop.learn({gone: 2}, first=20)
+        await shop.learn({busy: 1}, first=30)
+        await self.forget_with_lines(shop, redis, gone, lines=2)
+        await shop.learn({busy: 1}, first=40)
+        passing.set()
+        await watched.serves(busy, 4)
+        await self.gone(watched, gone)
+        applied = sum((await shop.users.applied()).values())
+        await soon(lambda: _true(sum(watched.replica._applied.values()) == applied))
+        assert watched.replica.healthy
+
+    async def test_the_place_itself_was_deleted(
+        self, shop: Workshop, redis: Redis, watch: Callable[..., Watched]
+    ) -> None:
+        """While the replica could not read; its place was a line of the user who is forgotten."""
+        gone, busy = in_partition(shop, 0, 2)
+        watched = watch()
+        await watched.replica.start()
+        await shop.learn({busy: 1})
+        await shop.learn({gone: 1}, first=10)
+        await watched.serves(gone, 1)
+        place = watched.replica._cursors[0]
+        reach_again = await cut_off(watched)
+        await self.forget_with_lines(shop, redis, gone, lines=1)
+        assert not await shop.users.logged(0, place)
+        await shop.learn({busy: 2}, first=20)
+        reach_again()
+        await watched.serves(busy, 3)
+        await self.gone(watched, gone)
+        await soon(lambda: _true(watched.replica.healthy))
+
+    async def forget_with_lines(self, shop: Workshop, redis: Redis, user: str, *, lines: int) -> None:
+        forgotten = await shop.users.forget(user)
+        traces = Traces(redis, shop.keys)
+        assert await traces.delete_lines(user, forgotten.incarnation, before=forgotten.line) >= lines
+        left = await shop.users.tail(0, "0-0", block_ms=1, count=10_000)
+        assert [line.cursor for line in left if line.user_id == user] == [forgotten.line]
+
     async def gone(self, watched: Watched, user: str) -> None:
         async def holds() -> bool:
             return watched.version(user) is None
@@ -242,6 +299,32 @@ async def stored(client: Redis, decision_id: str) -> Decision:
     return decision
 
 
+@dataclass
+class Held:
+    """Decisions that wait before they are stored, and the incarnations they were made for."""
+
+    come: asyncio.Event = field(default_factory=asyncio.Event)
+    passing: asyncio.Event = field(default_factory=asyncio.Event)
+    incarnations: list[int] = field(default_factory=list)
+
+
+def hold_puts(engine: Engine, *, times: int) -> Held:
+    """Have the next decisions of an engine wait until they are let pass, one by one."""
+    held, put = Held(), engine._decisions.put
+
+    async def late(decision: Decision, **more: Any) -> Decision:
+        held.incarnations.append(decision.incarnation)
+        if len(held.incarnations) <= times:
+            held.come.set()
+            async with asyncio.timeout(10):
+                await held.passing.wait()
+            held.passing.clear()
+        return await put(decision, **more)
+
+    engine._decisions.put = late  # type: ignore[method-assign]
+    return held
+
+
 class TestEngine:
     async def test_decisions_name_the_incarnation(
         self, engine: Engine, make_engine: MakeEngine, client: Redis, valkey_url: str
@@ -252,7 +335,7 @@ class TestEngine:
         async with worker_running(valkey_url):
             await engine.feedback([reward("before")], wait_applied=True)
             assert (await stored(client, "before")).incarnation == 0
-            assert await engine.forget_user("u") == 1
+            assert (await engine.forget_user("u")).incarnation == 1
             for number, each in enumerate((engine, other)):
                 answer = await each.recommend(asking("u", decision_id=f"after {number}"))
                 assert answer.cold_start == "meta"
@@ -275,20 +358,20 @@ class TestEngine:
             [reward("not told"), reward("nowhere"), reward("told"), reward("since"), reward("of another")],
             wait_applied=False,
         )
-        assert (outcome.accepted, outcome.duplicates) == (2, 1)
-        assert [(rejection.index, rejection.code) for rejection in outcome.rejected] == [
-            (0, "user-reset"),
-            (1, "unknown-decision"),
+        assert (outcome.accepted, outcome.duplicates) == (2, 0)
+        assert [(each.index, each.code) for each in outcome.rejected] == [
+            (place, "unknown-decision") for place in range(3)
         ]
 
     async def test_nobody_waits_for_what_has_no_effect(self, engine: Engine, valkey_url: str) -> None:
         for name in ("told", "not told"):
             await engine.recommend(asking("u", decision_id=name))
         await engine.feedback([reward("told")], wait_applied=False)
-        await engine.forget_user("u")
+        await engine._users.forget("u")  # decisions stay, as they do when a restore drops a user
         async with asyncio.timeout(4):  # below the time-out of a wait
             refused = await engine.feedback([reward("not told")], wait_applied=True)
         assert (refused.accepted, refused.applied) == (0, False)
+        assert [rejection.code for rejection in refused.rejected] == ["user-reset"]
         async with worker_running(valkey_url):
 
             async def voided() -> bool:
@@ -300,26 +383,87 @@ class TestEngine:
             assert (again.duplicates, again.applied) == (1, False)
 
     async def test_a_decision_under_way_when_its_user_is_forgotten(self, engine: Engine, client: Redis) -> None:
-        """Loaded before, stored after: it names the incarnation that it was made for, and is refused later."""
+        """Scored before, stored after: it is taken back, and decided anew for whom the user is now."""
         await engine.recommend(asking("other"))
-        come, passing = asyncio.Event(), asyncio.Event()
-        put = engine._decisions.put
+        held = hold_puts(engine, times=1)
+        command = replace(asking("u", decision_id="d"), user_features=[1.0, 2.0])
+        deciding = asyncio.create_task(engine.recommend(command))
+        await held.come.wait()
+        assert (await engine.forget_user("u")).removed.decisions == 0
+        held.passing.set()
+        answer = await deciding
+        assert (answer.logged, answer.replayed) == (True, False)
+        assert held.incarnations == [0, 1]
+        assert (await stored(client, "d")).incarnation == 1
+        assert (await engine.feedback([reward("d")], wait_applied=False)).accepted == 1
+        found = await engine.describe_user("u")
+        assert found is not None
+        assert ([each.decision_id for each in found.decisions], found.profile) == (["d"], [1.0, 2.0])
 
-        async def late(decision: Decision, **waiting: Any) -> Decision:
-            come.set()
-            async with asyncio.timeout(10):
-                await passing.wait()
-            return await put(decision, **waiting)
+    async def test_one_who_is_forgotten_again_and_again(self, engine: Engine, client: Redis) -> None:
+        """Nothing is stored of what was decided for nobody; the answer says so."""
+        await engine.recommend(asking("other"))
+        held = hold_puts(engine, times=2)
+        command = replace(asking("u", decision_id="d"), user_features=[1.0, 2.0])
+        deciding = asyncio.create_task(engine.recommend(command))
+        for incarnation in (1, 2):
+            await held.come.wait()
+            held.come.clear()
+            assert (await engine.forget_user("u")).incarnation == incarnation
+            held.passing.set()
+        answer = await deciding
+        assert not answer.logged
+        assert held.incarnations == [0, 1]
+        keys = NamespaceKeys("shop", 2)
+        assert not await client.exists(keys.decision("d"))
+        assert not await client.exists(keys.decided("u"))
+        assert not await client.exists(keys.profile("u"))
 
-        engine._decisions.put = late  # type: ignore[method-assign]
-        deciding = asyncio.create_task(engine.recommend(asking("u", decision_id="d")))
-        await come.wait()
+    async def test_a_decision_id_of_one_who_was_forgotten_decides_anew(self, engine: Engine, client: Redis) -> None:
+        await engine.recommend(asking("u", decision_id="d"))
+        assert (await engine.recommend(asking("u", decision_id="d"))).replayed
+        assert (await engine.forget_user("u")).removed.decisions == 1
+        again = await engine.recommend(asking("u", decision_id="d", body="another"))
+        assert (again.replayed, again.logged) == (False, True)
+        assert (await stored(client, "d")).incarnation == 1
+
+    async def test_a_service_that_has_not_heard_of_it(
+        self, engine: Engine, make_engine: MakeEngine, client: Redis, valkey_url: str
+    ) -> None:
+        """Another one forgot the user; what is decided here meanwhile is for whom they are now."""
+        other = make_engine()
+        await engine.recommend(asking("u", decision_id="before"))
+        async with worker_running(valkey_url):
+            await engine.feedback([reward("before")], wait_applied=True)
+        await other.start()
+        serving = engine._serving
+        assert serving is not None
+        await serving.replica.stop()
+        await other.forget_user("u")
+        assert "u" in serving.replica
+        answer = await engine.recommend(asking("u", decision_id="d"))
+        assert (answer.logged, answer.cold_start) == (True, "meta")
+        assert (await stored(client, "d")).incarnation == 1
+
+    async def test_a_profile_is_written_when_it_is_news(self, engine: Engine, client: Redis) -> None:
+        key = NamespaceKeys("shop", 2).profile("u")
+
+        async def told(features: Features) -> None:
+            await engine.recommend(replace(asking("u"), user_features=features))
+
+        await told({"b": 1.0, "a": "x"})
+        assert await client.get(key) == b'{"a":"x","b":1.0}'
+        await client.delete(key)
+        await told({"a": "x", "b": 1.0})
+        assert not await client.exists(key), "nothing new, nothing written"
+        await told({"a": "y"})
+        assert await client.get(key) == b'{"a":"y"}'
+        await engine.recommend(asking("u"))
+        assert await client.get(key) == b'{"a":"y"}', "a request without a profile leaves it"
         await engine.forget_user("u")
-        passing.set()
-        await deciding
-        assert (await stored(client, "d")).incarnation == 0
-        [rejection] = (await engine.feedback([reward("d")], wait_applied=False)).rejected
-        assert rejection.code == "user-reset"
+        assert not await client.exists(key)
+        await told({"a": "y"})
+        assert await client.get(key) == b'{"a":"y"}', "to whom they are now it is news"
 
     async def test_decisions_stored_before_there_were_incarnations(self, engine: Engine, client: Redis) -> None:
         await engine.recommend(asking("u", decision_id="d"))
@@ -342,7 +486,7 @@ def _with_header_length(blob: bytes, cut: int) -> bytes:
 
 async def test_a_user_nobody_knows(engine: Engine) -> None:
     assert await engine.describe_user("nobody") is None
-    assert await engine.forget_user("nobody") == 1
+    assert (await engine.forget_user("nobody")).incarnation == 1
     found = await engine.describe_user("nobody")
     assert found is not None
     assert (found.stored.forgotten, found.resident) == (True, False)

@@ -65,7 +65,7 @@ async def test_each_has_its_own_dimension_users_and_decisions(http: httpx.AsyncC
         told = await http.post("/feedback?wait=applied&namespace=shop", json={"decision_id": "d", "reward": 1})
         assert told.json()["applied"] is True
         assert (await http.get("/admin/users/u?namespace=shop")).json()["version"] == 1
-        assert (await http.get("/admin/users/u")).status_code == 404
+        assert (await http.get("/admin/users/u")).json()["version"] == 0
         told = await http.post("/feedback?wait=applied", json={"decision_id": "d", "reward": 1})
         assert told.json()["applied"] is True
         assert (await http.get("/admin/users/u")).json()["version"] == 1
