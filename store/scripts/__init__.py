@@ -15,10 +15,13 @@ from store.errors import translate_errors
 
 ScriptName: TypeAlias = Literal[
     "apply",
+    "arm_changes",
+    "arm_range",
     "attempt",
     "attend",
     "begin_restore",
     "bury",
+    "change_arms",
     "collect",
     "enqueue",
     "finish_restore",
