@@ -16,7 +16,7 @@ from service.metrics import Metrics
 from service.middleware import RequestContext
 from service.openapi import DESCRIPTION, install_openapi
 from service.problems import install_handlers
-from service.routes import dead_letters, feedback, health, recommend, snapshots, users
+from service.routes import arms, dead_letters, feedback, health, recommend, snapshots, users
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = Non
         redirect_slashes=False,
     )
     attach_edge(app, Edge(settings, engine, metrics))
-    for routes in (recommend, feedback, health, users, dead_letters, snapshots):
+    for routes in (recommend, feedback, health, users, arms, dead_letters, snapshots):
         app.include_router(routes.router)
     install_handlers(app)
     install_openapi(app, settings)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)
     app.add_middleware(RequestContext, metrics=metrics)
     return app

@@ -1,7 +1,7 @@
 """What crosses the seam between the HTTP edge and the engine: commands in, outcomes out.
 
 Everything here was validated by `service.intake`: ids are clean text of bounded length, numbers are finite and
-fit float32, there is at least one arm, arms have distinct ids and, when their features are lists, one length.
+fit float32, arms have distinct ids and, when their features are lists, one length.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ class RecommendCommand:
     """Which of these arms for this user?"""
 
     user_id: str
+    #: Empty to choose from the catalogue.
     arms: tuple[ArmInput, ...]
     context: Features | None
     k: int
     decision_id: str | None
     #: SHA-256 of the request without its decision_id: the same decision_id with another one is a conflict.
     fingerprint: str
+    #: The arms of the catalogue to choose from, of distinct ids; None for all of them.
+    arm_ids: tuple[str, ...] | None = None
+    #: Arms not to be chosen. Of `arms` enough are left for k.
+    exclude: frozenset[str] = frozenset()
 
 
 @final

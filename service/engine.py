@@ -11,7 +11,10 @@ import structlog
 
 from models.settings import LearnerSettings, stored_settings
 from models.threads import use_threads
+from service.arms import ArmDesk
 from service.breaker import StoreBreaker
+from service.candidates import CandidateDesk
+from service.catalogue import Catalogue
 from service.contracts import (
     CheckResult,
     FeedbackOutcome,
@@ -26,6 +29,7 @@ from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings
 from service.snapshots import SnapshotDesk
+from store.catalogue import CatalogueStore
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecisionStore
@@ -92,9 +96,14 @@ class Engine:
         self._room = ServingRoom(
             settings, self._namespaces, self._record, self._users, self._epochs, self._compute, self._metrics
         )
-        self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, self._room)
+        catalogue_store = CatalogueStore(self._redis, keys, store_epoch, arms_max=settings.max_catalogue)
+        self._catalogue = Catalogue(catalogue_store)
+        self._arms = ArmDesk(settings, self._breaker, catalogue_store, self._room, self._desk.jobs)
+        candidates = CandidateDesk(self._breaker, self._room, self._catalogue)
+        self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, candidates)
         self._rewards = RewardDesk(settings, self._breaker, self._users, self._decisions, self._events, self._room)
         await self._room.start()
+        await self._catalogue.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
 
@@ -129,6 +138,11 @@ class Engine:
         if self._desk is None:
             raise RuntimeError("the engine has not started")
         return self._desk
+
+    @property
+    def arms(self) -> ArmDesk:
+        """The arms of the catalogue, once started."""
+        return self._arms
 
     def require_store(self) -> None:
         """StoreUnavailable while the store is away; one that was emptied can be asked, since it can be restored."""

@@ -11,11 +11,13 @@ from pydantic.json_schema import models_json_schema
 
 from service.errors import ServiceError
 from service.problems import MEDIA_TYPE
-from service.schemas import Problem, RecommendRequest, RewardBatch, RewardIn
+from service.schemas import ArmFeaturesIn, ArmIn, Problem, RecommendRequest, RewardBatch, RewardIn
 from service.settings import Settings
 
 REF: Final = "#/components/schemas/{model}"
-BODY_MODELS: Final[tuple[type[BaseModel], ...]] = (RecommendRequest, RewardIn, RewardBatch, Problem)
+BODY_MODELS: Final[tuple[type[BaseModel], ...]] = (
+    RecommendRequest, ArmIn, ArmFeaturesIn, RewardIn, RewardBatch, Problem
+)  # fmt: skip
 
 DESCRIPTION: Final = """
 Online recommendations that learn: ask which arm to show a user, say how it went, and the next answer is better, for
@@ -70,7 +72,9 @@ def _schema(app: FastAPI, settings: Settings) -> dict[str, Any]:
     _, models = models_json_schema([(model, "validation") for model in BODY_MODELS], ref_template=REF)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
     components.update(models["$defs"])
-    components["RecommendRequest"]["properties"]["arms"]["maxItems"] = settings.max_arms
+    asked = components["RecommendRequest"]["properties"]
+    for name in ("arms", "arm_ids", "exclude"):
+        asked[name]["anyOf"][0]["maxItems"] = settings.max_arms
     for features in _with_type(components["ArmIn"], "array"):
         features["maxItems"] = settings.max_dimension
     return schema

@@ -84,6 +84,14 @@ async def test_fingerprint_is_of_the_meaning(client: Any, engine: EdgeEngine) ->
         {"user_id": "u", "arms": ASK["arms"]},
         {"user_id": "u", "arms": ASK["arms"], "k": 2},
         {"user_id": "u", "arms": ASK["arms"][::-1]},
+        {"user_id": "u", "arms": ASK["arms"], "exclude": ["a"]},
+        {"user_id": "u"},
+        {"user_id": "u", "exclude": ["a", "b"]},
+        {"user_id": "u", "exclude": ["b", "a"]},
+        {"user_id": "u", "arm_ids": ["a", "b"]},
+        {"user_id": "u", "arm_ids": ["a"], "exclude": ["b"]},
+        {"user_id": "u", "arm_ids": ["a", "exclude", "b"]},
+        {"user_id": "u", "arm_ids": ["ab"]},
     ]
     for body in [*same, *others]:
         assert (await client.post("/recommend", json=body)).status_code == 200
@@ -91,6 +99,19 @@ async def test_fingerprint_is_of_the_meaning(client: Any, engine: EdgeEngine) ->
     assert prints[0] == prints[1]
     assert len(set(prints)) == 1 + len(others)
     assert all(len(text) == 64 for text in prints)
+
+
+async def test_recommend_from_the_catalogue(client: Any, engine: EdgeEngine) -> None:
+    for body, arm_ids, exclude in (
+        ({}, None, set()),
+        ({"arms": None, "arm_ids": None, "exclude": None}, None, set()),
+        ({"arm_ids": ["b", "a"], "k": 5}, ("b", "a"), set()),
+        ({"exclude": ["x", "x", "y"]}, None, {"x", "y"}),
+    ):
+        assert (await client.post("/recommend", json={"user_id": "u", **body})).status_code == 200
+        command = engine.calls[-1]
+        assert isinstance(command, RecommendCommand)
+        assert (command.arms, command.arm_ids, command.exclude) == ((), arm_ids, exclude)
 
 
 async def test_feedback(client: Any, engine: EdgeEngine) -> None:
