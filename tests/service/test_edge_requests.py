@@ -308,7 +308,7 @@ async def test_openapi_describes_bodies_and_limits() -> None:
     async with edge(EdgeEngine(), max_arms=77, max_dimension=55) as client:
         schema = (await client.get("/openapi.json")).json()
     models = schema["components"]["schemas"]
-    assert models["RecommendRequest"]["properties"]["arms"]["maxItems"] == 77
+    assert models["RecommendRequest"]["properties"]["arms"]["anyOf"][0]["maxItems"] == 77
     assert models["ArmIn"]["properties"]["features"]["oneOf"][0]["maxItems"] == 55
     for path in ("/recommend", "/feedback"):
         call = schema["paths"][path]["post"]
