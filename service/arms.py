@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import closing
-from dataclasses import asdict
-from typing import Any, BinaryIO, Final, Literal, TypeAlias, final
+from typing import Any, BinaryIO, final
 
 from models.features import FeatureError, check_fit
-from service.arms_import import ArmFile, spool
+from service.arms_files import EXPORT_ARMS, ArmFile, ImportMode, export_line, import_arms, spool
 from service.breaker import StoreBreaker
 from service.contracts import Features
 from service.errors import ArmExists, CatalogueFull, InvalidInput, JobRunning, VersionConflict
@@ -19,12 +16,8 @@ from service.records import now_ms
 from service.serving import ServingRoom
 from service.settings import Settings
 from store import errors as store_errors
-from store.catalogue import Arm, ArmOutcome, ArmPage, ArmWrite, CatalogueStore, in_batches
+from store.catalogue import Arm, ArmOutcome, ArmPage, ArmWrite, CatalogueStore
 from store.snapshots import Progress
-
-ImportMode: TypeAlias = Literal["upsert", "replace"]
-#: Arms read at a time for an export.
-EXPORT_ARMS: Final = 200
 
 
 @final
@@ -114,8 +107,7 @@ class ArmDesk:
 
     async def _export_from(self, page: ArmPage) -> AsyncIterator[bytes]:
         while True:
-            lines = [json.dumps(asdict(arm), separators=(",", ":"), ensure_ascii=False) for arm in page.arms]
-            yield "".join(f"{line}\n" for line in lines).encode()
+            yield b"".join(map(export_line, page.arms))
             if page.cursor is None:
                 return
             page = await self._export_page(page.cursor)
@@ -126,30 +118,4 @@ class ArmDesk:
     async def _import(self, file: BinaryIO, mode: ImportMode, tell: Progress) -> dict[str, Any]:
         with closing(file):
             arms = ArmFile(file, self._settings, await self._room.known_layout())
-            ids = await asyncio.to_thread(arms.check, tell)
-            there = set(await self._store.ids())
-            self._check_room(len(ids) if mode == "replace" else len(there | ids.keys()))
-            # What a replacement removes goes last, so that there is always something to choose from.
-            most = max(self._store.arms_max, len(there | ids.keys())) if mode == "replace" else None
-            written = read = 0
-            batches = in_batches(arms.writes())
-            while batch := await asyncio.to_thread(next, batches, None):
-                outcomes = await self._store.change(batch, now_ms=now_ms(), arms_max=most)
-                written += sum(outcome.changed for outcome in outcomes)
-                read += len(batch)
-                tell("arms", read, len(ids))
-        removed = 0
-        if mode == "replace":
-            gone = [ArmWrite.remove(arm_id) for arm_id in await self._store.ids() if arm_id not in ids]
-            for batch in in_batches(gone):
-                outcomes = await self._store.change(batch, now_ms=now_ms())
-                removed += sum(outcome.changed for outcome in outcomes)
-                tell("arms removed", removed, len(gone))
-        return {"arms": len(ids), "written": written, "unchanged": len(ids) - written, "removed": removed}
-
-    def _check_room(self, count: int) -> None:
-        if count > self._store.arms_max:
-            raise CatalogueFull(
-                f"The catalogue would have {count} arms and may have {self._store.arms_max}: remove some, or raise "
-                "METABAN_MAX_CATALOGUE. Nothing was written."
-            )
+            return await import_arms(self._store, arms, mode, tell)

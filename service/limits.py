@@ -40,7 +40,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        cap = self._import if scope["path"] == IMPORT_PATH else self._body
+        imports = scope["method"] == "POST" and scope["path"] == IMPORT_PATH
+        cap = self._import if imports else self._body
         if _announced_bytes(scope) > cap.size:
             await service_problem(cap.refusal())(scope, receive, send)
             return

@@ -366,6 +366,10 @@ class TestFiles:
             assert (answer.status_code, answer.json()["type"]) == (413, "/problems/body-too-large")
             assert "METABAN_MAX_IMPORT_BYTES" in answer.json()["detail"]
         assert sent <= 22_000, "it went on reading past the cap"
+        longer = await client.put("/admin/arms/import", json={"features": ["x" * 3_000]})
+        assert (longer.status_code, "METABAN_MAX_BODY_BYTES" in longer.text) == (413, True), (
+            "this one is held in memory"
+        )
         # Longer than other bodies may be.
         assert (await send(client, lines(line("a")) + b"\n" * 15_000))["state"] == "done"
 
@@ -409,7 +413,7 @@ class TestFiles:
             assert await listed(client) == {}
 
     async def test_a_client_that_falls_silent(self, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("service.arms_import.SILENCE_S", 0.05)
+        monkeypatch.setattr("service.arms_files.SILENCE_S", 0.05)
 
         async def silent() -> AsyncIterator[bytes]:
             yield lines(line("a"))

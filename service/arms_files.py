@@ -1,27 +1,29 @@
-"""A file of arms on its way into the catalogue: received, checked line by line, and only then written.
+"""Files of arms, one JSON object a line: received, checked line by line, and only then written to the catalogue.
 
-The file has no name in its directory, so nothing of it is left behind, however this process ends.
+A file that is received has no name in its directory, so nothing of it is left behind, however this process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 from collections.abc import AsyncIterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast, final
+from typing import Any, BinaryIO, Final, Literal, TypeAlias, cast, final
 
 import structlog
 from pydantic_core import from_json
 
 from models.features import FeatureError, FeatureLayout, Features, check_fit
-from service.errors import BodyTimeout, InvalidInput, ServiceError, Unavailable
+from service.errors import BodyTimeout, CatalogueFull, InvalidInput, ServiceError, Unavailable
 from service.intake import catalogue_arm
+from service.records import now_ms
 from service.schemas import ArmLine
 from service.settings import Settings
-from store.catalogue import ArmWrite
+from store.catalogue import Arm, ArmWrite, CatalogueStore, in_batches
 from store.snapshots import Progress
 
 #: A client that sends nothing for this long is given up on, and so is one that takes longer for all of it.
@@ -32,8 +34,13 @@ WRITE_BYTES: Final = 1_048_576
 #: Bad lines told of; reading ends at the last of them.
 BAD_LINES_TOLD: Final = 10
 MAX_REASON_CHARS: Final = 200
+#: Arms read at a time for an export.
+EXPORT_ARMS: Final = 200
 #: Lines between two words on the progress.
 TELL_LINES: Final = 500
+
+#: What becomes of arms that are not in the file: they stay, or they are removed.
+ImportMode: TypeAlias = Literal["upsert", "replace"]
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -151,6 +158,39 @@ class ArmFile:
             except FeatureError as error:
                 raise InvalidInput(error.field, error.message) from None
         return arm
+
+
+async def import_arms(store: CatalogueStore, arms: ArmFile, mode: ImportMode, tell: Progress) -> dict[str, Any]:
+    """Check a file, then write it; what was done. InvalidInput and CatalogueFull mean that nothing was written."""
+    ids = await asyncio.to_thread(arms.check, tell)
+    both = set(await store.ids()) | ids.keys()
+    count = len(ids) if mode == "replace" else len(both)
+    if count > store.arms_max:
+        raise CatalogueFull(
+            f"The catalogue would have {count} arms and may have {store.arms_max}: remove some, or raise "
+            "METABAN_MAX_CATALOGUE. Nothing was written."
+        )
+    written = read = removed = 0
+    batches = in_batches(arms.writes())
+    # What a replacement removes goes last, so that there is always something to choose from.
+    most = max(store.arms_max, len(both)) if mode == "replace" else store.arms_max
+    while batch := await asyncio.to_thread(next, batches, None):
+        outcomes = await store.change(batch, now_ms=now_ms(), arms_max=most)
+        written += sum(outcome.changed for outcome in outcomes)
+        read += len(batch)
+        tell("arms", read, len(ids))
+    if mode == "replace":
+        gone = [ArmWrite.remove(arm_id) for arm_id in await store.ids() if arm_id not in ids]
+        for batch in in_batches(gone):
+            outcomes = await store.change(batch, now_ms=now_ms())
+            removed += sum(outcome.changed for outcome in outcomes)
+            tell("arms removed", removed, len(gone))
+    return {"arms": len(ids), "written": written, "unchanged": len(ids) - written, "removed": removed}
+
+
+def export_line(arm: Arm) -> bytes:
+    """An arm as an import takes it."""
+    return json.dumps(asdict(arm), separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
 def _check_alike(features: Features, first: Features) -> None:
