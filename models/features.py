@@ -93,16 +93,21 @@ def infer_layout(
 
 def assemble(layout: FeatureLayout, arms: Sequence[Features], context: Features | None) -> Vectors:
     """The learner's inputs for every arm of a request: float32 [k, dimension], all finite."""
-    count = len(arms)
+    return join_context(layout, arm_vectors(layout, arms), context)
+
+
+def join_context(layout: FeatureLayout, vectors: Vectors, context: Features | None) -> Vectors:
+    """The same from what `arm_vectors` made of the arms."""
+    count = len(vectors)
+    parts = [vectors]
     with np.errstate(over="ignore", invalid="ignore"):  # sums and products may leave float32: refused below
-        parts = [_arm_vectors(layout, arms)]
         if layout.context:
             row = _context_vector(layout, context)
             if not np.isfinite(row).all():
                 raise FeatureError(("context",), TOO_LARGE)
             parts.append(np.broadcast_to(row, (count, layout.context)))
             if layout.products:
-                parts.append((parts[0][:, :, None] * row).reshape(count, -1))
+                parts.append((vectors[:, :, None] * row).reshape(count, -1))
         elif context is not None:
             raise FeatureError(("context",), "this namespace takes no context: its first request had none")
     if layout.intercept:
@@ -112,6 +117,22 @@ def assemble(layout: FeatureLayout, arms: Sequence[Features], context: Features 
     if not finite.all():
         raise FeatureError(("arms", int(finite.all(axis=1).argmin()), "features"), TOO_LARGE)
     return inputs
+
+
+def arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
+    """The part of the inputs that depends on the arms alone: float32 [k, layout.arm], finite or not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _arm_vectors(layout, arms)
+
+
+def check_fit(layout: FeatureLayout, features: Features) -> None:
+    """FeatureError, of the field `features`, unless an arm fits the layout by itself."""
+    try:
+        if np.isfinite(arm_vectors(layout, [features])).all():
+            return
+    except FeatureError as error:
+        raise FeatureError(("features",), error.message) from None
+    raise FeatureError(("features",), TOO_LARGE)
 
 
 def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:

@@ -17,7 +17,18 @@ from service.metrics import Metrics
 from service.middleware import RequestContext
 from service.openapi import DESCRIPTION, install_openapi
 from service.problems import install_handlers
-from service.routes import config, dead_letters, decisions, feedback, health, namespaces, recommend, snapshots, users
+from service.routes import (
+    arms,
+    config,
+    dead_letters,
+    decisions,
+    feedback,
+    health,
+    namespaces,
+    recommend,
+    snapshots,
+    users,
+)
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,6 +40,7 @@ ROUTERS: Final = tuple(
         recommend,
         decisions,
         feedback,
+        arms,
         users,
         dead_letters,
         snapshots,
@@ -70,6 +82,6 @@ def create_app(settings: Settings, recommenders: Recommenders, metrics: Metrics 
     install_openapi(app, settings, [route for router in ROUTERS for route in router.routes])
     # The last one added is the outermost.
     app.add_middleware(AuditTrail)
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)
     app.add_middleware(RequestContext, metrics=metrics)
     return app

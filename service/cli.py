@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.cli import bench_app
+from service.cli_arms import arms_app
 from service.cli_letters import letters_app
 from service.cli_snapshot import snapshot_app
 from service.settings import Settings, SettingsError
@@ -184,6 +185,7 @@ def showsettings_or_exit() -> None:
 app.add_typer(snapshot_app, name="snapshot")
 app.add_typer(bench_app, name="bench")
 app.add_typer(letters_app, name="dead-letters")
+app.add_typer(arms_app, name="arms")
 
 
 def main() -> None:

@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from service.settings import Settings
-from service.terminal import fail, settings_or_exit, stderr, stdout
+from service.terminal import Tell, fail, progress_bar, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from service.snapshot_rules import KnownLearners
     from store.connection import Store
     from store.snapshot_folder import Listed, SnapshotFolder
-
-Tell = Callable[[str, int, int], None]
 
 UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
@@ -143,14 +138,14 @@ def restore(
 @snapshot_app.command("export")
 def export_(which: Which, file: Annotated[Path, typer.Argument(help="Where to; must not exist.")]) -> None:
     """Verify a snapshot and copy it to a file, to be kept elsewhere."""
-    with _told_errors() as settings, _bar() as tell:
+    with _told_errors() as settings, progress_bar() as tell:
         _folder(settings).export(which, file, lambda done, total: tell("bytes", done, total))
 
 
 @snapshot_app.command("import")
 def import_(file: Annotated[Path, typer.Argument(help="A snapshot that was exported.")]) -> None:
     """Verify a file and take it in among the snapshots."""
-    with _told_errors() as settings, _bar() as tell:
+    with _told_errors() as settings, progress_bar() as tell:
         manifest = _folder(settings).bring_in(file, lambda done, total: tell("bytes", done, total))
         stdout.print(manifest.id, markup=False)
 
@@ -159,7 +154,10 @@ def _with_store(settings: Settings, work: Callable[[Store, Tell], Awaitable[None
     from store.connection import check_server, connect
     from store.locate import located_store
 
-    with located_store(settings.redis_url, settings.data_dir, appendfsync=settings.appendfsync) as url, _bar() as tell:
+    with (
+        located_store(settings.redis_url, settings.data_dir, appendfsync=settings.appendfsync) as url,
+        progress_bar() as tell,
+    ):
 
         async def run() -> None:
             redis = connect(url)
@@ -170,21 +168,6 @@ def _with_store(settings: Settings, work: Callable[[Store, Tell], Awaitable[None
                 await redis.aclose()
 
         asyncio.run(run())
-
-
-@contextmanager
-def _bar() -> Iterator[Tell]:
-    """Shows how far things are, where somebody is looking."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        bars: dict[str, TaskID] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = progress.add_task(what, total=total)
-            progress.update(bars[what], completed=done, total=total)
-
-        yield tell
 
 
 @contextmanager

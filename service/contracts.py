@@ -1,7 +1,7 @@
 """What crosses the seam between the HTTP edge and the engine: commands in, outcomes out.
 
 Everything here was validated by `service.intake`: ids are clean text of bounded length, numbers are finite and
-fit float32, there is at least one arm, arms have distinct ids and, when their features are lists, one length.
+fit float32, arms have distinct ids and, when their features are lists, one length.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class RecommendCommand:
     """Which of these arms for this user?"""
 
     user_id: str
+    #: Empty to choose from the catalogue.
     arms: tuple[ArmInput, ...]
     context: Features | None
     k: int
@@ -45,6 +46,10 @@ class RecommendCommand:
     deferred: bool = False
     #: What the request tells of the user, to be kept.
     user_features: Features | None = None
+    #: The arms of the catalogue to choose from, of distinct ids; None for all of them.
+    arm_ids: tuple[str, ...] | None = None
+    #: Arms not to be chosen. Of `arms` enough are left for k.
+    exclude: frozenset[str] = frozenset()
 
 
 @final

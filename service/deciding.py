@@ -9,18 +9,18 @@ from uuid import uuid4
 import numpy as np
 
 from models.exploration import decision_draws, draw_slate
-from models.features import FeatureError, assemble
 from service.baseline import baseline_items, nothing_seen
 from service.breaker import StoreBreaker
+from service.candidates import CandidateDesk
 from service.contracts import Activation, Recommendation, RecommendCommand
 from service.errands import Errands
-from service.errors import InvalidInput, Unavailable, UnknownDecision
+from service.errors import UnknownDecision
 from service.live import LiveSettings
 from service.records import now_ms, recommendation_of
 from service.served import ScoreRequest
-from service.serving import Serving, ServingRoom
+from service.serving import ServingRoom
 from store.decisions import BASELINE, DecidedItem, Decision, DecisionStore
-from store.errors import FenceLost, StoreUnavailable
+from store.errors import FenceLost
 from store.profiles import ProfileMemo, encode_profile
 from store.users import UserStore
 
@@ -39,12 +39,14 @@ class Decider:
         users: UserStore,
         decisions: DecisionStore,
         room: ServingRoom,
+        candidates: CandidateDesk,
     ) -> None:
         self._live = live
         self._breaker = breaker
         self._users = users
         self._decisions = decisions
         self._room = room
+        self._candidates = candidates
         self._profiles = ProfileMemo()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
@@ -59,7 +61,7 @@ class Decider:
         incarnation = 0
         for _ in range(DECISION_TRIES):
             if self._live.settings.serving == "baseline":
-                decision = self._by_baseline(command, decision_id, incarnation)
+                decision = await self._by_baseline(command, decision_id, store, incarnation)
             else:
                 decision = await self._by_learner(command, decision_id, store)
             news = b"" if profile is None else self._profiles.news(command.user_id, decision.incarnation, profile)
@@ -88,9 +90,12 @@ class Decider:
         if self._room.serving is not None:
             await store.run(partial(self._room.serving.replica.refresh, user_id))
 
-    def _by_baseline(self, command: RecommendCommand, decision_id: str, incarnation: int) -> Decision:
+    async def _by_baseline(
+        self, command: RecommendCommand, decision_id: str, store: Errands, incarnation: int
+    ) -> Decision:
         """The kill switch is on: whatever is wrong with the learner, it is not asked."""
-        items = baseline_items([arm.id for arm in command.arms], self._live.settings.baseline, command.k)
+        arm_ids, k = await self._candidates.names(command, store)
+        items = baseline_items(arm_ids, self._live.settings.baseline, k)
         return Decision(
             decision_id=decision_id,
             user_id=command.user_id,
@@ -109,34 +114,27 @@ class Decider:
 
     async def _by_learner(self, command: RecommendCommand, decision_id: str, store: Errands) -> Decision:
         """Choose arms by what is known of the user now."""
-        features = [arm.features for arm in command.arms]
-        try:
-            serving = self._room.serving or await self._begin(command)
-            inputs = assemble(serving.layout, features, command.context)
-        except FeatureError as error:
-            raise InvalidInput(error.field, error.message) from error
+        serving, candidates = await self._candidates.gather(command, store)
         loaded = None
         if command.user_id not in serving.replica:
             # Not found, or not to be asked for now: the meta-learner answers.
             states = await store.run(lambda: self._users.load([command.user_id])) or {}
             await serving.replica.take(states.values())
             loaded = states.get(command.user_id)
-        scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
+        scores = await serving.scorer.score(ScoreRequest(command.user_id, candidates.inputs, loaded))
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
-            raise InvalidInput(
-                ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
-            )
+            raise candidates.refusal(int(sound.argmin()), "are too large for the learner to tell a score")
         policy = self._live.policy
         draws = decision_draws(self._live.record.seed, decision_id)
-        slate = draw_slate(policy, scores.mean, scores.bonus, command.k, draws)
+        slate = draw_slate(policy, scores.mean, scores.bonus, candidates.k, draws)
         return Decision(
             decision_id=decision_id,
             user_id=command.user_id,
             fingerprint=command.fingerprint,
             items=tuple(
                 DecidedItem(
-                    arm_id=command.arms[arm].id,
+                    arm_id=candidates.arm_id(arm),
                     rank=place + 1,
                     score=float(scores.mean[arm] + scores.bonus[arm]),
                     mean=float(scores.mean[arm]),
@@ -146,7 +144,7 @@ class Decider:
                 )
                 for place, (arm, propensity) in enumerate(zip(slate.chosen, slate.propensities, strict=True))
             ),
-            features=inputs[list(slate.chosen)],
+            features=candidates.inputs[list(slate.chosen)],
             phi=scores.phi[list(slate.chosen)],
             policy=policy.name,
             epoch=scores.epoch,
@@ -171,12 +169,3 @@ class Decider:
         if decision is None:
             raise UnknownDecision("no such decision, or its reward window is over")
         return Activation(decision.decision_id, decision.since_ms)
-
-    async def _begin(self, command: RecommendCommand) -> Serving:
-        """Start to serve by what the first request shows; that takes a store."""
-        try:
-            return await self._breaker.call(lambda: self._room.fix_layout(command))
-        except StoreUnavailable as error:
-            raise Unavailable(
-                "The store does not answer, and nothing is in memory yet to decide from; try again later."
-            ) from error

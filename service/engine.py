@@ -12,7 +12,10 @@ from typing import Any, Final, Self, TypeVar, final
 import structlog
 
 from models.threads import use_threads
+from service.arms import ArmDesk
 from service.breaker import StoreBreaker
+from service.candidates import CandidateDesk
+from service.catalogue import Catalogue
 from service.contracts import (
     Activation,
     CheckResult,
@@ -34,6 +37,7 @@ from service.snapshots import SnapshotDesk
 from service.user_desk import UserDesk
 from store.audit import AuditLine, AuditLog
 from store.awaiting import AwaitingStore
+from store.catalogue import CatalogueStore
 from store.cluster import is_cluster_url
 from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
 from store.decisions import DecisionStore
@@ -104,7 +108,12 @@ class Engine:
         )
         self._audit = AuditLog(self._redis, keys)
         self._room = ServingRoom(self._live, self._namespaces, self._users, self._epochs, self._compute, self._metrics)
-        self._decider = Decider(self._live, self._breaker, self._users, self._decisions, self._room)
+        self._desk = SnapshotDesk(self._redis, settings, self._live.record)
+        catalogue_store = CatalogueStore(self._redis, keys, store_epoch, arms_max=settings.max_catalogue)
+        self._catalogue = Catalogue(catalogue_store)
+        self._arms = ArmDesk(settings, self._breaker, catalogue_store, self._room, self._desk.jobs)
+        candidates = CandidateDesk(self._breaker, self._room, self._catalogue)
+        self._decider = Decider(self._live, self._breaker, self._users, self._decisions, self._room, candidates)
         self._rewards = RewardDesk(
             self._live,
             self._breaker,
@@ -124,8 +133,8 @@ class Engine:
             self._room,
             private_folder=server_folder(settings.data_dir) if settings.redis_url is None else None,
         )
-        self._desk = SnapshotDesk(self._redis, settings, self._live.record)
         await self._room.start()
+        await self._catalogue.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self.namespace, preset=learner.preset)
 
@@ -216,6 +225,11 @@ class Engine:
         if self._desk is None:
             raise RuntimeError("the engine has not started")
         return self._desk
+
+    @property
+    def arms(self) -> ArmDesk:
+        """The arms of the catalogue, once started."""
+        return self._arms
 
     def require_store(self) -> None:
         """StoreUnavailable while the store is away; one that was emptied can be asked, since it can be restored."""

@@ -29,12 +29,14 @@ class Errands:
         self._go_on = go_on
         self._failed = False
 
-    async def run(self, work: Callable[[], Awaitable[Result]]) -> Result | None:
+    async def run(
+        self, work: Callable[[], Awaitable[Result]], *, budget_s: float | None = DECISION_BUDGET_S
+    ) -> Result | None:
         """What the store answered; None when it did not."""
         if self._failed:
             return None
         try:
-            return await self._breaker.call(work, budget_s=DECISION_BUDGET_S)
+            return await self._breaker.call(work, budget_s=budget_s)
         except (StoreUnavailable, StoreReset):
             if not self._go_on:
                 raise

@@ -15,6 +15,9 @@
     ├── NamespaceExists      409  /problems/namespace-exists      the name of a new namespace is taken
     ├── SettingsChanged      409  /problems/settings-changed      the settings are not of the revision that was given
     ├── JobRunning           409  /problems/job-running           one job at a time, and one is under way
+    ├── ArmExists            409  /problems/arm-exists            the catalogue has an arm of this id
+    ├── VersionConflict      409  /problems/version-conflict      the arm has another version than was expected
+    ├── CatalogueFull        409  /problems/catalogue-full        the catalogue has as many arms as it may
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
@@ -223,6 +226,36 @@ class JobRunning(ServiceError):
     status = 409
     slug = "job-running"
     title = "Job running"
+
+
+@final
+class ArmExists(ServiceError):
+    """The catalogue has an arm of this id already."""
+
+    status = 409
+    slug = "arm-exists"
+    title = "Arm exists"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, errors=[FieldError("id", detail)])
+
+
+@final
+class VersionConflict(ServiceError):
+    """The arm has another version than the request expects."""
+
+    status = 409
+    slug = "version-conflict"
+    title = "Version conflict"
+
+
+@final
+class CatalogueFull(ServiceError):
+    """The catalogue has as many arms as it may."""
+
+    status = 409
+    slug = "catalogue-full"
+    title = "Catalogue full"
 
 
 @final

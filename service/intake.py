@@ -29,7 +29,14 @@ from service.errors import (
     format_field,
 )
 from service.problems import invalid_input
-from service.schemas import MAX_EVENTS, ArmIn, RecommendRequest, RequestModel, RewardBatch, RewardIn
+from service.schemas import (
+    MAX_EVENTS,
+    ArmIn,
+    RecommendRequest,
+    RequestModel,
+    RewardBatch,
+    RewardIn,
+)
 from service.settings import Settings
 
 #: A client on a bad line needs seconds for a megabyte; one that takes longer holds memory for nothing.
@@ -102,20 +109,35 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
             if isinstance(arm, dict):
                 features = members_of(arm, ArmIn, ("arms", place)).get("features")
                 _check_length(features, settings.max_dimension, ("arms", place, "features"))
+    for name in ("arm_ids", "exclude"):
+        _check_length(members.get(name), settings.max_arms, (name,))
     for name in ("context", "user_features"):
         _check_length(members.get(name), settings.max_dimension, (name,))
     request = validated(RecommendRequest, members)
-    _check_arms(request)
+    exclude = frozenset(request.exclude or ())
+    if request.arms is not None:
+        _check_arms(request.arms)
+        _check_k(request, exclude)
+    _check_arm_ids(request)
     return RecommendCommand(
         user_id=request.user_id,
-        arms=tuple(ArmInput(arm.id, arm.features) for arm in request.arms),
+        arms=tuple(ArmInput(arm.id, arm.features) for arm in request.arms or ()),
         context=request.context,
         k=request.k,
         decision_id=request.decision_id,
         fingerprint=fingerprint(request),
         deferred=request.deferred,
         user_features=request.user_features,
+        arm_ids=None if request.arm_ids is None else tuple(request.arm_ids),
+        exclude=exclude,
     )
+
+
+def catalogue_arm(payload: Any, model: type[Model], settings: Settings) -> Model:
+    """Validate what is to stand in the catalogue: an object with features."""
+    members = members_of(payload, model)
+    _check_length(members.get("features"), settings.max_dimension, ("features",))
+    return validated(model, members)
 
 
 def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCommand], bool]:
@@ -143,12 +165,17 @@ def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCo
 
 def fingerprint(request: RecommendRequest) -> str:
     """SHA-256 of what was asked, whatever the order of members and however numbers were written."""
-    parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode()]
-    parts += (_canonical(request.context), _canonical(request.user_features))
-    for arm in request.arms:
+    parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode(), _canonical(request.context)]
+    for arm in request.arms or ():
         parts += (arm.id.encode(), _canonical(arm.features))
+    # What may be left out is only part of it when it is there. No id holds a control character.
+    for name, ids in ((b"\0arm_ids", request.arm_ids), (b"\0exclude", request.exclude)):
+        if ids:
+            parts += (name, *(arm_id.encode() for arm_id in ids))
+    if request.user_features is not None:
+        parts += (b"\0user_features", _canonical(request.user_features))
     if request.deferred:
-        parts.append(b"deferred")
+        parts.append(b"\0deferred")
     # With the lengths in front, no two lists of parts are the same bytes.
     return hashlib.sha256(array("q", map(len, parts)).tobytes() + b"".join(parts)).hexdigest()
 
@@ -182,10 +209,10 @@ def _check_length(features: Any, limit: int, path: FieldPath) -> None:
         raise InvalidInput(path, f"holds {len(features)} values; at most {limit} are allowed")
 
 
-def _check_arms(request: RecommendRequest) -> None:
-    first = request.arms[0].features
+def _check_arms(arms: list[ArmIn]) -> None:
+    first = arms[0].features
     places: dict[str, int] = {}
-    for place, arm in enumerate(request.arms):
+    for place, arm in enumerate(arms):
         if (earlier := places.setdefault(arm.id, place)) != place:
             raise InvalidInput(("arms", place, "id"), f"is the id of {format_field(('arms', earlier))} too")
         if type(arm.features) is not type(first):
@@ -195,8 +222,23 @@ def _check_arms(request: RecommendRequest) -> None:
                 ("arms", place, "features"),
                 f"has {len(arm.features)} numbers where {format_field(('arms', 0))} has {len(first)}",
             )
-    if request.k > len(request.arms):
-        raise InvalidInput(("k",), f"is {request.k}, and there are {len(request.arms)} arms to choose from")
+
+
+def _check_k(request: RecommendRequest, exclude: frozenset[str]) -> None:
+    left = sum(arm.id not in exclude for arm in request.arms or ())
+    if request.k > left:
+        raise InvalidInput(("k",), f"is {request.k}, and there are {left} arms to choose from")
+
+
+def _check_arm_ids(request: RecommendRequest) -> None:
+    if request.arm_ids is None:
+        return
+    if request.arms is not None:
+        raise InvalidInput(("arm_ids",), "names arms of the catalogue: send either this or `arms`")
+    places: dict[str, int] = {}
+    for place, arm_id in enumerate(request.arm_ids):
+        if (earlier := places.setdefault(arm_id, place)) != place:
+            raise InvalidInput(("arm_ids", place), f"is {format_field(('arm_ids', earlier))} again")
 
 
 def validated(model: type[Model], members: dict[str, Any]) -> Model:

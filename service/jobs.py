@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import structlog
 
-from service.errors import JobRunning, NotFound
+from service.errors import JobRunning, NotFound, ServiceError
 from service.records import now_ms
 from store.errors import StoreError
 from store.snapshots import Progress
@@ -55,11 +55,15 @@ class JobTable:
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, kind: str, work: Work) -> Job:
-        """Begin; JobRunning while another one is under way."""
+    def require_idle(self) -> None:
+        """JobRunning while a job is under way."""
         if self._task is not None and not self._task.done():
             running = next(reversed(self._jobs.values()))
             raise JobRunning(f"Job {running.id} ({running.kind}) is under way; wait for it to end.")
+
+    def start(self, kind: str, work: Work) -> Job:
+        """Begin; JobRunning while another one is under way."""
+        self.require_idle()
         job = Job(uuid4().hex[:12], kind, now_ms())
         self._jobs[job.id] = job
         while len(self._jobs) > REMEMBERED:
@@ -88,6 +92,10 @@ class JobTable:
         except (StoreError, OSError) as error:
             job.error = str(error)
             _log.error("job failed", job=job.id, kind=job.kind, reason=job.error)
+        except ServiceError as error:
+            # Something about what a client sent, of which nothing stands in the log.
+            job.error = error.detail
+            _log.warning("job refused", job=job.id, kind=job.kind, reason=error.slug)
         except asyncio.CancelledError:
             job.error = "the service was stopped"
             _log.warning("job broken off", job=job.id, kind=job.kind)

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from typing import final
+from dataclasses import dataclass
+from typing import Final, final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import BodyTooLarge
 from service.problems import service_problem
 
+#: Its body is not held in memory, and may be longer than others.
+IMPORT_PATH: Final = "/admin/arms/import"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """How long a body may be, and by which setting."""
+
+    size: int
+    setting: str
+
+    def refusal(self) -> BodyTooLarge:
+        """What is said of a longer one."""
+        return BodyTooLarge(f"The body is longer than {self.size} bytes ({self.setting}).")
+
 
 @final
 class BodyLimit:
-    """ASGI middleware: 413 for a body over the cap, announced or not."""
+    """ASGI middleware: 413 for a body over the cap, announced or not; files of arms have a cap of their own."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_import_bytes: int) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._body = Cap(max_body_bytes, "METABAN_MAX_BODY_BYTES")
+        self._import = Cap(max_import_bytes, "METABAN_MAX_IMPORT_BYTES")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if _announced_bytes(scope) > self._max_body_bytes:
-            await service_problem(self._refusal())(scope, receive, send)
+        imports = scope["method"] == "POST" and scope["path"] == IMPORT_PATH
+        cap = self._import if imports else self._body
+        if _announced_bytes(scope) > cap.size:
+            await service_problem(cap.refusal())(scope, receive, send)
             return
         received = 0
 
@@ -32,15 +52,12 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                if received > self._max_body_bytes:
+                if received > cap.size:
                     # Raised inside whoever reads the body, and answered like every other error of ours.
-                    raise self._refusal()
+                    raise cap.refusal()
             return message
 
         await self._app(scope, counted, send)
-
-    def _refusal(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The body is longer than {self._max_body_bytes} bytes (METABAN_MAX_BODY_BYTES).")
 
 
 def _announced_bytes(scope: Scope) -> int:

@@ -83,7 +83,9 @@ def _schema(app: FastAPI, settings: Settings, bodies: Sequence[type[BaseModel]])
     _, models = models_json_schema([(model, "validation") for model in bodies], ref_template=REF)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
     components.update(models["$defs"])
-    components["RecommendRequest"]["properties"]["arms"]["maxItems"] = settings.max_arms
+    asked = components["RecommendRequest"]["properties"]
+    for name in ("arms", "arm_ids", "exclude"):
+        asked[name]["anyOf"][0]["maxItems"] = settings.max_arms
     for features in _with_type(components["ArmIn"], "array"):
         features["maxItems"] = settings.max_dimension
     return schema

@@ -88,6 +88,25 @@ class ArmIn(RequestModel):
 
 
 @final
+class ArmFeaturesIn(RequestModel):
+    """What is known about an arm that the path names."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"features": [0.2, 0.9, 0.1]}]})
+
+    features: FeaturesIn
+
+
+@final
+class ArmLine(RequestModel):
+    """One line of an import. What an export says beyond the arm itself is taken and ignored."""
+
+    id: Identifier
+    features: FeaturesIn
+    version: Any = None
+    updated_ms: Any = None
+
+
+@final
 class RecommendRequest(RequestModel):
     """Which of these arms for this user?"""
 
@@ -113,13 +132,27 @@ class RecommendRequest(RequestModel):
                     "user_features": {"country": "NL", "member": True},
                     "decision_id": "order-1001",
                 },
+                {"user_id": "u-42", "exclude": ["article-17"], "k": 3},
             ]
         }
     )
 
     user_id: Identifier = Field(description="Who it is for; a user never seen before is welcome.")
-    arms: Annotated[list[ArmIn], FailFast()] = Field(min_length=1, description="What there is to choose from.")
-    k: int = Field(default=1, ge=1, le=MAX_ITEMS, description="How many arms to choose, no more than there are.")
+    arms: Annotated[list[ArmIn], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="What there is to choose from. Left out: the catalogue."
+    )
+    arm_ids: Annotated[list[Identifier], Field(min_length=1, fail_fast=True)] | None = Field(
+        default=None, description="Choose among these arms of the catalogue. Not together with `arms`."
+    )
+    exclude: Annotated[list[Identifier], Field(fail_fast=True)] | None = Field(
+        default=None, description="Arms not to be chosen; ids of no arm are ignored."
+    )
+    k: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_ITEMS,
+        description="How many arms to choose: no more than are left of `arms`; of the catalogue as many as there are.",
+    )
     context: FeaturesIn | None = Field(
         default=None, description="What is known about the moment, the same for all arms."
     )
@@ -324,7 +357,7 @@ class JobOut(BaseModel):
     )
 
     id: str = Field(description="Look after it at /admin/jobs/{id}.")
-    kind: Literal["snapshot-create", "snapshot-restore"]
+    kind: Literal["snapshot-create", "snapshot-restore", "arms-import"]
     state: Literal["running", "done", "failed"]
     started_ms: int
     finished_ms: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import final
@@ -10,10 +11,9 @@ from typing import final
 import structlog
 
 from models.device import choose_device
-from models.features import FeatureLayout, assemble, infer_layout
+from models.features import FeatureLayout, Features, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import stored_settings
-from service.contracts import RecommendCommand
 from service.live import LiveSettings
 from service.metrics import Metrics
 from service.replica import Replica
@@ -87,21 +87,28 @@ class ServingRoom:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._compute, model.adopt_learner, learner)
 
-    async def fix_layout(self, command: RecommendCommand) -> Serving:
+    async def known_layout(self) -> FeatureLayout | None:
+        """The feature layout, also when it was fixed by another process."""
+        if self.serving is not None:
+            return self.serving.layout
+        current = await self._namespaces.load(self._live.record.name)
+        return None if current is None or current.layout is None else FeatureLayout.from_json(current.layout)
+
+    async def fix_layout(self, features: Sequence[Features], context: Features | None) -> Serving:
         """Fix the feature layout by the first request; of several first requests one wins."""
         async with self._opening:
             if self.serving is None:
                 settings = self._live.settings
                 layout = infer_layout(
-                    [arm.features for arm in command.arms],
-                    command.context,
+                    features,
+                    context,
                     products=settings.context_products,
                     intercept=settings.intercept,
                     hash_dimension=settings.hash_dimension,
                     max_dimension=settings.max_dimension,
                 )
                 # Nothing is fixed by a request that does not fit even its own layout.
-                assemble(layout, [arm.features for arm in command.arms], command.context)
+                assemble(layout, features, context)
                 known = self._live.record
                 current = await self._namespaces.load(known.name) or known
                 if current.layout is None:

@@ -189,6 +189,10 @@ class Settings(BaseSettings):
     max_dimension: int = Field(
         default=4096, ge=1, le=1_000_000, description="Features of one arm, and of the learner's input."
     )
+    max_catalogue: int = Field(default=10_000, ge=1, le=1_000_000, description="Arms in the catalogue.")
+    max_import_bytes: int = Field(
+        default=67_108_864, ge=1024, le=1_073_741_824, description="Longest file of arms that is imported."
+    )
     drain_s: float = Field(
         default=1.0,
         ge=0,

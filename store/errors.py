@@ -8,6 +8,8 @@
     ├── StoreReset           the store epoch vanished or differs: FLUSHALL, or another store at the same address
     ├── FenceLost            an apply was refused and wrote nothing; `.reason` says which check failed
     ├── NamespaceConflict    a namespace exists with other settings, or its record changed under us
+    ├── CatalogueFull        the catalogue would hold more arms than it may: nothing was written (409)
+    ├── ArmConflict          an arm has not the version that was expected: nothing was written (409)
     ├── SnapshotError        a snapshot cannot be taken, read or restored
     └── EmbeddedServerError  the private server did not start or died
 
@@ -80,6 +82,21 @@ class FenceLost(StoreError):
 @final
 class NamespaceConflict(StoreError):
     """The namespace exists with other settings, or another writer changed its record first."""
+
+
+@final
+class CatalogueFull(StoreError):
+    """The catalogue would hold more arms than it may; nothing was written."""
+
+
+@final
+class ArmConflict(StoreError):
+    """An arm has not the version that a change expects; nothing was written. 0: there is no such arm."""
+
+    def __init__(self, arm_id: str, version: int) -> None:
+        super().__init__(f"the arm has version {version}" if version else "there is no such arm")
+        self.arm_id = arm_id
+        self.version = version
 
 
 @final

@@ -20,6 +20,15 @@ last and may hold anything, braces too: only the first tag of a key counts.
     restores               string  restores begun, ever: the generation of the latest          none
     audit                  stream  a, m, p, r, d: who did what of an admin's, and with which
                                    request                                                     capped
+    catalogue              hash    revision, stamp of it; compacted: the latest revision with
+                                   a tombstone that is gone; lost_version: the highest version
+                                   of one                                                      none
+    catalogue_log          list    stamps of the revisions, the latest first                   trimmed
+    arms                   hash    arm id → its features as JSON                               none
+    arm_order              zset    arm id → 0: the arms in the order of their ids              none
+    arm_versions           hash    arm id → version:updated ms, of tombstones too              with the tombstone
+    arm_changes            zset    arm id → revision of its latest change, of tombstones too   with the tombstone
+    arm_removals           zset    tombstones: id of a removed arm → revision                  the oldest go
 
     key of a partition     type    meaning                                                     expiry
     marker                 string  the store epoch; missing after FLUSHALL                     none
@@ -115,6 +124,34 @@ class NamespaceKeys:
     @property
     def audit(self) -> str:
         return self._meta("audit")
+
+    @property
+    def catalogue(self) -> str:
+        return self._meta("catalogue")
+
+    @property
+    def catalogue_log(self) -> str:
+        return self._meta("catalogue_log")
+
+    @property
+    def arms(self) -> str:
+        return self._meta("arms")
+
+    @property
+    def arm_order(self) -> str:
+        return self._meta("arm_order")
+
+    @property
+    def arm_versions(self) -> str:
+        return self._meta("arm_versions")
+
+    @property
+    def arm_changes(self) -> str:
+        return self._meta("arm_changes")
+
+    @property
+    def arm_removals(self) -> str:
+        return self._meta("arm_removals")
 
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")

