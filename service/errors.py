@@ -6,7 +6,7 @@
     ├── Unauthorized         401  /problems/unauthorized          no key, or a wrong one
     ├── Forbidden            403  /problems/forbidden             a client's key where an admin's is needed
     ├── NotFound             404  /problems/not-found             nothing of that name is here
-    ├── UnknownDecision      404  /problems/unknown-decision      never made, or its reward window is over
+    ├── UnknownDecision      404  /problems/unknown-decision      never made, or not kept any more
     ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
     ├── UserReset            409  /problems/user-reset            the user was forgotten or restored since the decision
@@ -137,7 +137,7 @@ class NotFound(ServiceError):
 
 @final
 class UnknownDecision(ServiceError):
-    """No such decision, or its reward window is over."""
+    """No such decision, or it is not kept any more."""
 
     status = 404
     slug = "unknown-decision"

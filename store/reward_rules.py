@@ -31,11 +31,11 @@ class RewardRules:
     def __post_init__(self) -> None:
         if self.repeated not in get_args(Repeated):
             raise ValueError(f"repeated rewards count as one of {', '.join(get_args(Repeated))}")
-        for number in (self.reward_min, self.reward_max, self.default_reward, self.wait_s):
-            if number is not None and not (_is_number(number) and math.isfinite(number)):
-                raise ValueError("the numbers of reward rules must be finite numbers")
-        if not -REWARD_LIMIT <= self.reward_min < self.reward_max <= REWARD_LIMIT:
-            raise ValueError(f"rewards need a range within ±{REWARD_LIMIT:g} whose least is below its most")
+        given = [each for each in (self.default_reward, self.wait_s) if each is not None]
+        if not all(map(_is_number, [self.reward_min, self.reward_max, *given])):
+            raise ValueError(f"rewards and the wait for them must be numbers within ±{REWARD_LIMIT:g}")
+        if self.reward_min >= self.reward_max:
+            raise ValueError("the least reward must be below the greatest")
         if self.default_reward is not None:
             if not self.reward_min <= self.default_reward <= self.reward_max:
                 raise ValueError(f"the default reward must lie between {self.reward_min:g} and {self.reward_max:g}")
@@ -77,4 +77,5 @@ class RewardRules:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that is not too large; one that is not finite is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= REWARD_LIMIT

@@ -101,7 +101,10 @@ class OverdueRewards:
 
     async def _events(self, members: list[bytes], rules: RewardRules, reward: float) -> list[RewardEvent]:
         awaited = [each for each in map(Awaited.decode, members) if each is not None]
-        decisions = await self._decisions.load(each.decision_id for each in awaited)
+        wanted = {each.decision_id for each in awaited}
+        decisions = await self._decisions.load(wanted)
+        if len(decisions) < len(wanted):
+            log.warning("overdue decisions are gone", decisions=len(wanted) - len(decisions))
         received_ms = now_ms()
         events = []
         for each in awaited:

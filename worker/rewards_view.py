@@ -15,13 +15,13 @@ from store.reward_rules import RewardRules
 
 def learnable(samples: Sequence[Sample], rules: RewardRules) -> Sequence[Sample]:
     """The samples to learn from, oldest first: those of one key as one, in the place of the first of them."""
-    keys = [sample.key for sample in samples]
+    keys = [sample.key for sample in samples if sample.key != NO_KEY]
     if len(set(keys)) == len(keys):  # nearly always
         return samples
     together: dict[int, list[Sample]] = {}
-    for place, (key, sample) in enumerate(zip(keys, samples, strict=True)):
+    for place, sample in enumerate(samples):
         # Keys are not negative: what has none stands alone.
-        together.setdefault(-1 - place if key == NO_KEY else key, []).append(sample)
+        together.setdefault(-1 - place if sample.key == NO_KEY else sample.key, []).append(sample)
     return [group[0] if len(group) == 1 else _as_one(group, rules) for group in together.values()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from store.errors import CorruptRecord, NamespaceConflict, StoreReset
 from store.events import EventStream
 from store.keys import NamespaceKeys
 from store.namespaces import NamespaceRecord, Namespaces
+from store.reward_rules import RewardRules
 
 
 async def open_shop(redis: Redis, partitions: int = 2, seed: int = 7) -> NamespaceRecord:
@@ -192,3 +194,37 @@ async def test_a_change_of_another_is_not_written_over(redis: Redis):
     assert await namespaces.load("shop") == changed
     assert await namespaces.change(record, overrides={"alpha": 2.0}) is None
     assert await namespaces.load("shop") == changed
+
+
+async def test_reward_rules_are_agreed_on(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    assert record.reward_rules == RewardRules()
+    assert b"rewards" not in await redis.get(record.keys.record)
+    assert await namespaces.set_reward_rules(record, RewardRules()) is record
+    rules = RewardRules("last", -1, 1, 0, 60)
+    changed = await namespaces.set_reward_rules(record, rules)
+    assert (changed.reward_rules, changed.revision) == (rules, record.revision + 1)
+    assert await namespaces.load("shop") == changed
+    assert (await namespaces.set_reward_rules(changed, RewardRules())).reward_rules == RewardRules()
+
+
+async def test_reward_rules_beside_other_changes(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    rules = [RewardRules(wait_s=n + 1) for n in range(4)]
+    await asyncio.gather(
+        namespaces.set_layout(record, {"dim": 1}), *(namespaces.set_reward_rules(record, each) for each in rules)
+    )
+    stored = await namespaces.load("shop")
+    assert stored is not None
+    assert stored.layout == {"dim": 1}
+    assert stored.reward_rules in rules
+
+
+@pytest.mark.parametrize("rewards", [[], 3, {"repeated": "never"}, {"other": 1}, {"reward_max": 0}])
+async def test_rules_that_make_no_sense_are_damage(redis: Redis, rewards):
+    record = await open_shop(redis)
+    fields = {**json.loads(record.encode()), "rewards": rewards}
+    with pytest.raises(CorruptRecord):
+        NamespaceRecord.decode(json.dumps(fields).encode())
