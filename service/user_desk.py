@@ -17,7 +17,7 @@ from service.serving import ServingRoom
 from store.connection import Store
 from store.decisions import DecisionStore
 from store.epochs import EpochStore
-from store.errors import CorruptRecord, StoreError
+from store.errors import CorruptRecord, StoreUnavailable
 from store.history import History
 from store.keys import NamespaceKeys
 from store.profiles import ProfileStore
@@ -29,8 +29,9 @@ DECISIONS_SHOWN: Final = 100
 #: How long forgetting a user waits for workers to void what waits, and for the history of a private Valkey to be
 #: rewritten. Both go on afterwards.
 SETTLE_S: Final = 5.0
-#: Pause between two looks at the events that wait.
-LOOK_EVERY_S: Final = 0.1
+#: Pause between two looks at the events that wait; workers may be away for long.
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 5.0
 
 log = structlog.get_logger()
 
@@ -136,11 +137,13 @@ class UserDesk:
 
     async def _settle(self, user_id: str, waiting: list[str]) -> None:
         """Have the history rewritten once nothing waits any more: an event in the stream is in the history too."""
+        pause_s = FIRST_PAUSE_S
         while waiting:
-            with suppress(StoreError):
+            with suppress(StoreUnavailable):
                 waiting = await self._breaker.call(partial(self._traces.events_left, user_id, waiting))
             if waiting:
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         await self._history.rewrite()
 
     def _settled(self, settling: asyncio.Task[None]) -> None:

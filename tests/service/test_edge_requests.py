@@ -43,6 +43,7 @@ async def test_recommend(client: Any, engine: EdgeEngine) -> None:
         "arms": [{"id": "a", "features": named}, {"id": "b", "features": named}],
         "k": 2,
         "context": [1, 2],
+        "user_features": {"age": 41, "kind": "new"},
         "decision_id": "order:1",
     }
     response = await client.post("/recommend", json=body)
@@ -66,6 +67,7 @@ async def test_recommend(client: Any, engine: EdgeEngine) -> None:
     assert command.arms[0].features["vegan"] is True
     assert isinstance(command.arms[0].features["price"], float)
     assert command.context == [1.0, 2.0]
+    assert command.user_features == {"age": 41.0, "kind": "new"}
 
 
 async def test_fingerprint_is_of_the_meaning(client: Any, engine: EdgeEngine) -> None:
@@ -78,6 +80,9 @@ async def test_fingerprint_is_of_the_meaning(client: Any, engine: EdgeEngine) ->
         {**named, "user_id": "v"},
         {**named, "context": {"x": 1}},
         {**named, "context": [1]},
+        {**named, "user_features": [1]},
+        {**named, "user_features": {"x": 1}},
+        {**named, "context": {"x": 1}, "user_features": {"x": 1}},
         {**named, "arms": [{"id": "a", "features": {"x": True, "y": "z"}}]},
         {**named, "arms": [{"id": "a", "features": {"x": "1", "y": "z"}}]},
         {**named, "arms": [{"id": "b", "features": {"x": 1, "y": "z"}}]},

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from store.connection import Store, connect
 from store.embedded import EmbeddedServer, server_folder
 from store.history import History
+from tests.worker.workshop import soon
 
 pytestmark = pytest.mark.single_node("a private Valkey is one server")
 
@@ -57,9 +58,11 @@ async def test_those_who_ask_meanwhile_share_the_next(private: Redis, tmp_path: 
         await private.set(f"key {number}", os.urandom(64))
     before = await rewrites(private)
     first = asyncio.create_task(history.rewrite())
-    async with asyncio.timeout(10):
-        while not (await private.info("persistence"))["aof_rewrite_in_progress"]:
-            await asyncio.sleep(0.001)
+
+    async def under_way() -> bool:
+        return bool((await private.info("persistence"))["aof_rewrite_in_progress"])
+
+    await soon(under_way)
     await private.set("secret-of-ann", "told-once")
     await private.delete("secret-of-ann")
     others = [asyncio.create_task(history.rewrite()) for _ in range(5)]
@@ -96,9 +99,11 @@ async def test_nobody_waits_for_ever(private: Redis, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await history.rewrite()
-    async with asyncio.timeout(10):
-        while await rewrites(private) == before:
-            await asyncio.sleep(0.01)
+
+    async def done() -> bool:
+        return await rewrites(private) == before + 1
+
+    await soon(done)
     await history.stop()
 
 

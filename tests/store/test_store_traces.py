@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -143,10 +144,8 @@ class TestDecisions:
             async def decide(number: int, of: int = incarnation - 1) -> None:
                 await asyncio.sleep(number / 5_000)
                 with_profile = decided(user, f"{of}-{number}", incarnation=of)
-                try:
+                with suppress(FenceLost):
                     await decisions.put(with_profile, profile=b"[1]")
-                except FenceLost:
-                    pass
 
             async def forget() -> None:
                 await asyncio.sleep(0.001)

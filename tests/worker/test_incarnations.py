@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.settings import named_settings
+from store.epochs import Epoch
 from store.users import UserStore
 from tests.worker import workshop
 from tests.worker.conftest import OpenWorkshop
@@ -169,6 +170,25 @@ class TestEpochs:
         for _ in range(3):
             await meta._tick()
         assert await shop.epoch_number() == 1, "tombstones make no epoch due"
+
+    async def test_a_member_who_is_forgotten_while_an_epoch_is_derived(self, shop: Workshop) -> None:
+        """They are struck out of the epoch before; the one that comes does not bring them back."""
+        meta = shop.meta(pool=2)
+        await meta._tick()
+        await shop.learn({f"user {number}": 4 for number in range(4)})
+        publish_epoch = shop.epochs.publish
+        members: list[tuple[str, ...]] = []
+
+        async def late(epoch: Epoch, *, lease_token: str) -> bool:
+            members.append(epoch.members)
+            await shop.users.forget(epoch.members[0])
+            assert await shop.epochs.strike([epoch.members[0]]) == 0
+            return await publish_epoch(epoch, lease_token=lease_token)
+
+        meta._epochs.publish = late  # type: ignore[method-assign]
+        await meta._tick()
+        assert len(members[0]) == 2
+        assert await shop.epochs.members() == members[0][1:]
 
     async def test_everyone_was_forgotten(self, shop: Workshop) -> None:
         meta = shop.meta()
