@@ -16,7 +16,18 @@ from service.metrics import Metrics
 from service.middleware import RequestContext
 from service.openapi import DESCRIPTION, install_openapi
 from service.problems import install_handlers
-from service.routes import dead_letters, feedback, health, recommend, snapshots, users
+from service.routes import (
+    dead_letters,
+    feedback,
+    groups,
+    health,
+    jobs,
+    recommend,
+    recommend_batch,
+    snapshots,
+    stream,
+    users,
+)
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,7 +59,8 @@ def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = Non
         redirect_slashes=False,
     )
     attach_edge(app, Edge(settings, engine, metrics))
-    for routes in (recommend, feedback, health, users, dead_letters, snapshots):
+    routers = (recommend, recommend_batch, feedback, health, users, groups, stream, dead_letters, snapshots, jobs)
+    for routes in routers:
         app.include_router(routes.router)
     install_handlers(app)
     install_openapi(app, settings)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import final
 from uuid import uuid4
 
 import numpy as np
 
-from models.exploration import build_policy, decision_draws, draw_slate
-from models.features import FeatureError, assemble
+from models.exploration import Slate, build_policy, decision_draws, draw_slate
+from models.features import FeatureError, Vectors, assemble
 from service.breaker import StoreBreaker
-from service.contracts import Recommendation, RecommendCommand
+from service.contracts import Explanation, Recommendation, RecommendCommand
 from service.errands import Errands
-from service.errors import InvalidInput, Unavailable
+from service.errors import InvalidInput, Unavailable, VersionNotReached
+from service.explaining import Question
 from service.records import now_ms, recommendation_of
-from service.served import ScoreRequest
+from service.served import ArmScores, ScoreRequest
 from service.serving import Serving, ServingRoom
 from service.settings import Settings
 from store.decisions import DecidedItem, Decision, DecisionStore
@@ -50,27 +53,24 @@ class Decider:
         if command.decision_id is not None:
             earlier = await store.run(lambda: self._decisions.get(decision_id))
             if earlier is not None:
-                return recommendation_of(earlier, command.fingerprint, replayed=True)
+                return await self._replayed(command, earlier, store)
         features = [arm.features for arm in command.arms]
         try:
             serving = self._room.serving or await self._begin(command)
             inputs = assemble(serving.layout, features, command.context)
         except FeatureError as error:
             raise InvalidInput(error.field, error.message) from error
-        loaded = None
-        if command.user_id not in serving.replica:
-            # Not found, or not to be asked for now: the meta-learner answers.
-            states = await store.run(lambda: self._users.load([command.user_id])) or {}
-            await serving.replica.take(states.values())
-            loaded = states.get(command.user_id)
-        scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
-        sound = np.isfinite(scores.mean + scores.bonus)
-        if not sound.all():
-            raise InvalidInput(
-                ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
-            )
-        draws = decision_draws(self._seed, decision_id)
-        slate = draw_slate(self._policy, scores.mean, scores.bonus, command.k, draws)
+        if command.min_version is not None:
+            await self._reach(serving, command.min_version)
+        asked = await self._asked(command, serving, inputs, store)
+        explanations: tuple[Explanation, ...] = ()
+        choose = partial(self._choose, command, decision_id)
+        if command.explain:
+            question = Question(asked, features, command.context)
+            scores, slate, explanations = await serving.explainer.choose(question, choose)
+        else:
+            scores = await serving.scorer.score(asked)
+            slate = choose(scores)
         decision = Decision(
             decision_id=decision_id,
             user_id=command.user_id,
@@ -98,9 +98,70 @@ class Decider:
         )
         # Whoever raced us with the same id and was first has decided for both.
         standing = await store.run(lambda: self._decisions.put(decision))
-        if standing is None:
-            return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
-        return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)
+        if standing is not None and standing is not decision:
+            return await self._replayed(command, standing, store)
+        answer = recommendation_of(decision, command.fingerprint, replayed=False, logged=standing is not None)
+        return replace(answer, explanations=explanations)
+
+    async def _asked(
+        self, command: RecommendCommand, serving: Serving, inputs: Vectors, store: Errands
+    ) -> ScoreRequest:
+        """What the model is asked, with the state of a user whom it does not hold."""
+        loaded = None
+        if command.user_id not in serving.replica:
+            # Not found, or not to be asked for now: the meta-learner answers.
+            states = await store.run(lambda: self._users.load([command.user_id])) or {}
+            await serving.replica.take(states.values())
+            loaded = states.get(command.user_id)
+        return ScoreRequest(command.user_id, inputs, loaded)
+
+    def _choose(self, command: RecommendCommand, decision_id: str, scores: ArmScores) -> Slate:
+        if command.min_version is not None and scores.epoch < command.min_version:
+            raise _not_reached(command.min_version)  # it was, and the store has lost it since
+        sound = np.isfinite(scores.mean + scores.bonus)
+        if not sound.all():
+            raise InvalidInput(
+                ("arms", int(sound.argmin()), "features"), "are too large for the learner to tell a score"
+            )
+        draws = decision_draws(self._seed, decision_id)
+        return draw_slate(self._policy, scores.mean, scores.bonus, command.k, draws)
+
+    async def _reach(self, serving: Serving, version: int) -> None:
+        """Wait until an epoch is served that is at least this one."""
+        if not await serving.replica.wait_epoch(version, self._settings.wait_applied_timeout_s):
+            raise _not_reached(version)
+
+    async def _replayed(self, command: RecommendCommand, decision: Decision, store: Errands) -> Recommendation:
+        """A decision that was made before, by whomever."""
+        answer = recommendation_of(decision, command.fingerprint, replayed=True)
+        if not command.explain:
+            return answer
+        told = await self._explained_anew(command, decision, store)
+        return replace(answer, explanations=told or (None,) * len(decision.items))
+
+    async def _explained_anew(
+        self, command: RecommendCommand, decision: Decision, store: Errands
+    ) -> tuple[Explanation, ...] | None:
+        """Why a decision was made; None when the model that made it is not served, here or any more."""
+        serving = self._room.serving
+        places = {arm.id: place for place, arm in enumerate(command.arms)}
+        if serving is None or not all(item.arm_id in places for item in decision.items):
+            return None
+        features = [arm.features for arm in command.arms]
+        try:
+            inputs = assemble(serving.layout, features, command.context)
+        except FeatureError:
+            return None
+        rows = [places[item.arm_id] for item in decision.items]
+        if not np.array_equal(inputs[rows], decision.features):
+            return None
+
+        def still(scores: ArmScores) -> bool:
+            served = (scores.epoch, scores.incarnation, scores.user_events)
+            return served == (decision.epoch, decision.incarnation, decision.user_version)
+
+        asked = await self._asked(command, serving, inputs, store)
+        return await serving.explainer.explain(Question(asked, features, command.context), rows, still)
 
     async def _begin(self, command: RecommendCommand) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""
@@ -110,3 +171,7 @@ class Decider:
             raise Unavailable(
                 "The store does not answer, and nothing is in memory yet to decide from; try again later."
             ) from error
+
+
+def _not_reached(version: int) -> VersionNotReached:
+    return VersionNotReached(f"Epoch {version} is not served here yet; try again later.")

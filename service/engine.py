@@ -14,13 +14,17 @@ from models.threads import use_threads
 from service.breaker import StoreBreaker
 from service.contracts import (
     CheckResult,
+    Features,
     FeedbackOutcome,
+    GroupQuery,
+    GroupView,
     Recommendation,
     RecommendCommand,
     RewardCommand,
     UserDescription,
 )
 from service.deciding import Decider
+from service.grouping import GroupDesk
 from service.metrics import Metrics
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
@@ -93,6 +97,7 @@ class Engine:
             settings, self._namespaces, self._record, self._users, self._epochs, self._compute, self._metrics
         )
         self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, self._room)
+        self._groups = GroupDesk(self._breaker, self._users, self._room)
         self._rewards = RewardDesk(settings, self._breaker, self._users, self._decisions, self._events, self._room)
         await self._room.start()
         self._breaker.start()
@@ -113,6 +118,14 @@ class Engine:
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
         return await self._decider.recommend(command)
+
+    async def inspect_group(self, query: GroupQuery) -> GroupView:
+        """Who agrees with a user on an arm."""
+        return await self._groups.inspect(query)
+
+    async def arm_features(self, arm_id: str) -> Features | None:
+        """The features of an arm of the catalogue; None for one that is not in it."""
+        return None
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""

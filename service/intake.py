@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from array import array
+from functools import cache
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
@@ -35,11 +36,6 @@ from service.settings import Settings
 BODY_TIMEOUT_S: Final = 30.0
 JSON_MEDIA: Final = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
 SURROGATES: Final = re.compile("[\ud800-\udfff]")
-
-#: Looked up once: pydantic finds the fields of a model anew at each question, and there is one for each arm.
-KNOWN_MEMBERS: Final[dict[type[RequestModel], frozenset[str]]] = {
-    model: frozenset(model.model_fields) for model in (RecommendRequest, ArmIn, RewardIn, RewardBatch)
-}
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -105,8 +101,8 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         for place, arm in enumerate(arms):
             if isinstance(arm, dict):
                 features = _members(arm, ArmIn, ("arms", place)).get("features")
-                _check_length(features, settings.max_dimension, ("arms", place, "features"))
-    _check_length(members.get("context"), settings.max_dimension, ("context",))
+                check_length(features, settings.max_dimension, ("arms", place, "features"))
+    check_length(members.get("context"), settings.max_dimension, ("context",))
     request = _validate(RecommendRequest, members)
     _check_arms(request)
     return RecommendCommand(
@@ -116,7 +112,14 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         k=request.k,
         decision_id=request.decision_id,
         fingerprint=fingerprint(request),
+        explain=request.explain,
+        min_version=request.min_version,
     )
+
+
+def body_as(model: type[Model], payload: Any) -> Model:
+    """Validate a body that is just this model."""
+    return _validate(model, _members(payload, model, ()))
 
 
 def reward_commands(payload: Any) -> tuple[list[RewardCommand], bool]:
@@ -136,7 +139,10 @@ def reward_commands(payload: Any) -> tuple[list[RewardCommand], bool]:
 
 
 def fingerprint(request: RecommendRequest) -> str:
-    """SHA-256 of what was asked, whatever the order of members and however numbers were written."""
+    """SHA-256 of what was asked, whatever the order of members and however numbers were written.
+
+    How an answer is told (`explain`) and how fresh it has to be (`min_version`) is no part of it.
+    """
     parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode(), _canonical(request.context)]
     for arm in request.arms:
         parts += (arm.id.encode(), _canonical(arm.features))
@@ -150,18 +156,25 @@ def _canonical(features: Features | None) -> bytes:
     return b"json" + json.dumps(features, sort_keys=True, separators=(",", ":")).encode()
 
 
+@cache
+def _known_members(model: type[RequestModel]) -> frozenset[str]:
+    """Looked up once: pydantic finds the fields of a model anew at each question, and there is one for each arm."""
+    return frozenset(model.model_fields)
+
+
 def _members(payload: Any, model: type[RequestModel], path: FieldPath) -> dict[str, Any]:
     """The object at `path`, which holds no member that the model does not know."""
     if not isinstance(payload, dict):
         raise InvalidInput(path, "must be a JSON object")
-    if not payload.keys() <= KNOWN_MEMBERS[model]:
+    if not payload.keys() <= _known_members(model):
         # One is enough: a body can hold a hundred thousand of them.
-        name = next(name for name in payload if name not in KNOWN_MEMBERS[model])
+        name = next(name for name in payload if name not in _known_members(model))
         raise InvalidInput((*path, name), "is not known here")
     return payload
 
 
-def _check_length(features: Any, limit: int, path: FieldPath) -> None:
+def check_length(features: Any, limit: int, path: FieldPath) -> None:
+    """Refuse more features than are allowed."""
     if isinstance(features, list | dict) and len(features) > limit:
         raise InvalidInput(path, f"holds {len(features)} values; at most {limit} are allowed")
 

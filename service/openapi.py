@@ -9,13 +9,21 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from service.bodies import GroupRequest, RecommendBatch
 from service.errors import ServiceError
 from service.problems import MEDIA_TYPE
 from service.schemas import Problem, RecommendRequest, RewardBatch, RewardIn
 from service.settings import Settings
 
 REF: Final = "#/components/schemas/{model}"
-BODY_MODELS: Final[tuple[type[BaseModel], ...]] = (RecommendRequest, RewardIn, RewardBatch, Problem)
+BODY_MODELS: Final[tuple[type[BaseModel], ...]] = (
+    RecommendRequest,
+    RecommendBatch,
+    RewardIn,
+    RewardBatch,
+    GroupRequest,
+    Problem,
+)
 
 DESCRIPTION: Final = """
 Online recommendations that learn: ask which arm to show a user, say how it went, and the next answer is better, for

@@ -12,11 +12,14 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag
 from pydantic_core import PydanticCustomError
 
+from service.schemas_explaining import ExplanationOut
+
 #: Larger numbers overflow float32 as soon as they are squared or summed.
 MAX_MAGNITUDE: Final = 1e30
 MAX_ID_CHARS: Final = 256
 MAX_ITEMS: Final = 100
 MAX_EVENTS: Final = 1000
+MAX_INT64: Final = 2**63 - 1
 DECISION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -125,6 +128,14 @@ class RecommendRequest(RequestModel):
         description="Makes the request safe to repeat: the same id with the same body gets the same answer, with "
         "another body 409. One is made up when left out.",
     )
+    explain: bool = Field(default=False, description="Whether to tell why each chosen arm was judged as it was.")
+    min_version: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_INT64,
+        description="Answer only from this epoch (`model_version`) or a later one: waits for it for at most "
+        "METABAN_WAIT_APPLIED_TIMEOUT_S, then 503. A decision that was made before is returned as it was made.",
+    )
 
 
 @final
@@ -140,6 +151,11 @@ class ItemOut(BaseModel):
         description="Probability with which this arm was chosen at this rank, given those ranked above it."
     )
     group_size: int = Field(description="Users who agree about this arm, the asking one among them.")
+    explanation: ExplanationOut | None = Field(
+        default=None,
+        description="Left out unless asked for with `explain`; null of a decision made before by a model that is not "
+        "served here any more.",
+    )
 
 
 @final
@@ -164,6 +180,7 @@ class RecommendResponse(BaseModel):
                     ],
                     "policy": "ucb-floor",
                     "model_version": 7,
+                    "user_version": 31,
                     "cold_start": None,
                     "logged": True,
                     "took_ms": 1.9,
@@ -176,6 +193,7 @@ class RecommendResponse(BaseModel):
     items: list[ItemOut] = Field(description="The chosen arms, best first.")
     policy: str = Field(description="How the arms were chosen from their scores.")
     model_version: int = Field(description="The epoch of the shared parameters; grows as the service learns.")
+    user_version: int = Field(description="Rewards of this user that the model had learned which decided.")
     cold_start: str | None = Field(
         description="`meta` when the user has no rewards yet and the meta-learner answered; null otherwise."
     )

@@ -14,6 +14,7 @@ from models.features import FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import stored_settings
 from service.contracts import RecommendCommand
+from service.explaining import Explainer
 from service.metrics import Metrics
 from service.replica import Replica
 from service.scorer import Scorer
@@ -34,6 +35,7 @@ class Serving:
     layout: FeatureLayout
     replica: Replica
     scorer: Scorer
+    explainer: Explainer
 
 
 @final
@@ -106,4 +108,4 @@ class ServingRoom:
             self._users, self._epochs, model, self._compute, self._metrics, partitions=self._record.partitions
         )
         await replica.start()
-        return Serving(layout, replica, Scorer(model, self._compute))
+        return Serving(layout, replica, Scorer(model, self._compute), Explainer(model, layout, self._compute))

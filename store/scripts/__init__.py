@@ -31,6 +31,7 @@ ScriptName: TypeAlias = Literal[
     "release",
     "replay",
     "restore",
+    "status",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 
