@@ -143,14 +143,13 @@ class Decider:
         self, command: RecommendCommand, decision: Decision, store: Errands
     ) -> tuple[Explanation, ...] | None:
         """Why a decision was made; None when the model that made it is not served, here or any more."""
-        serving = self._room.serving
-        places = {arm.id: place for place, arm in enumerate(command.arms)}
-        if serving is None or not all(item.arm_id in places for item in decision.items):
+        features, places = [arm.features for arm in command.arms], {arm.id: at for at, arm in enumerate(command.arms)}
+        if not all(item.arm_id in places for item in decision.items):
             return None
-        features = [arm.features for arm in command.arms]
         try:
+            serving = self._room.serving or await self._begin(command)
             inputs = assemble(serving.layout, features, command.context)
-        except FeatureError:
+        except (FeatureError, Unavailable):
             return None
         rows = [places[item.arm_id] for item in decision.items]
         if not np.array_equal(inputs[rows], decision.features):
