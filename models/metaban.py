@@ -29,10 +29,10 @@ from models.network import (
     factor_distance,
     forward,
     initial_parameters,
+    input_gradient,
     loss_gradient,
     output_factors,
     predict_all,
-    weights,
 )
 from models.normalizer import Moments, standardize, unit, winsorize
 from models.settings import MetaBanSettings
@@ -133,10 +133,11 @@ class MetaBanLearner(Learner):
         self, outline: State, pool: Arrays, query: Query, rows: Tensor, agreement: Agreement
     ) -> Contributions:
         raw = query.arms[rows]
-        theta = self.adapted(outline, pool, query, agreement.members)
-        _, factors = output_factors(self.shape, theta, self.inputs(outline, raw))
-        delta = factors[0][0]  # [n, m]
-        gradient = (delta.unsqueeze(-2) @ weights(self.shape, theta)[0]).squeeze(-2)  # [n, d]
+        arms, size = self.inputs(outline, raw), max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        parts = zip(torch.split(arms, size), torch.split(agreement.members, size), strict=True)
+        gradient = torch.cat(
+            [input_gradient(self.shape, self.adapted(outline, pool, query, members), x) for x, members in parts]
+        )
         settings, nothing = self.settings, torch.zeros_like(raw[:, 0])
         x = standardize(raw, outline["mean"], outline["scale"]) if settings.standardize else raw
         if settings.input_norm:

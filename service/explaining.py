@@ -24,8 +24,8 @@ from service.served import ArmScores, ScoreRequest, ServedModel
 
 #: Contributions told of an arm, the largest.
 CONTRIBUTIONS_TOLD: Final = 10
-#: Requests that may wait to be explained; each is a pass of its own.
-EXPLAINING_MAX: Final = 128
+#: Requests that may wait to be explained; more are turned away, since each is a pass of its own.
+EXPLAINING_MAX: Final = 512
 
 Result = TypeVar("Result")
 
@@ -81,6 +81,8 @@ class Explainer:
         self._layout = layout
         self._compute = compute
         self._waiting = 0
+        # One at a time is handed to the thread: requests that need no explanation wait for no more than that.
+        self._turn = asyncio.Lock()
 
     async def choose(
         self, question: Question, choose: Callable[[ArmScores], Slate]
@@ -212,7 +214,8 @@ class Explainer:
             raise Overloaded(f"{EXPLAINING_MAX} requests are waiting to be explained")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+            async with self._turn:
+                return await asyncio.get_running_loop().run_in_executor(self._compute, work)
         finally:
             self._waiting -= 1
 

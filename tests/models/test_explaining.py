@@ -226,6 +226,14 @@ class TestPaper:
         rest = parts.rest(asked.scores().mean[:2])
         torch.testing.assert_close(rest, torch.zeros_like(rest))
 
+    @pytest.mark.parametrize("preset", ["paper", "pooled"])
+    def test_in_chunks(self, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = neural_request(preset)
+        _, whole = asked.explained([0, 1, 2, 3])
+        monkeypatch.setattr("models.metaban.ADAPTED_NUMBERS_MAX", asked.learner.shape.parameters)
+        _, parts = asked.explained([0, 1, 2, 3])
+        torch.testing.assert_close(parts.columns, whole.columns)
+
     def test_an_input_of_nothing(self) -> None:
         asked = neural_request("paper", standardize=False)
         nothing = torch.zeros_like(asked.query.arms)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from collections.abc import Coroutine
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from models.features import FeatureLayout
 from models.settings import LearnerSettings, named_settings
 from service.errors import Overloaded
 from service.explaining import Explainer, Question
+from service.scorer import Scorer
 from service.served import ArmScores, ServedModel
 from tests.own_valkey import own_valkey
 from tests.service.serving import ask, make_model, put_each, state
@@ -112,6 +115,26 @@ async def test_too_many_at_once_are_turned_away(compute: Executor, monkeypatch: 
     outcomes = await asyncio.gather(*(explainer.group(ask("u", 1), 9) for _ in range(5)), return_exceptions=True)
     assert [isinstance(outcome, Overloaded) for outcome in outcomes] == [False, False, False, True, True]
     assert (await explainer.group(ask("u", 1), 9)).group_size == 1
+
+
+async def test_others_wait_for_one_explanation_at_most(compute: Executor) -> None:
+    model, held = make_model(), threading.Event()
+    order: list[str] = []
+    explainer, scorer = Explainer(model, LAYOUT, compute), Scorer(model, compute)
+    compute.submit(held.wait)
+
+    async def note(name: str, work: Coroutine[Any, Any, object]) -> None:
+        await work
+        order.append(name)
+
+    explaining = [asyncio.create_task(note(f"why {n}", explainer.group(ask("u", 1), 9))) for n in range(4)]
+    await asyncio.sleep(0)
+    plain = asyncio.create_task(note("plain", scorer.score(ask("u"))))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    held.set()
+    await asyncio.gather(plain, *explaining)
+    assert order == ["why 0", "plain", "why 1", "why 2", "why 3"]
 
 
 @presets()
