@@ -8,7 +8,7 @@ arms by context; the constant stands in for the biases that Eq. 9 does without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -23,6 +23,8 @@ Vectors: TypeAlias = NDArray[np.float32]
 
 #: Hashed places remembered; names and categories beyond it are hashed again.
 HASHES_REMEMBERED = 65_536
+#: Names told of one place; hundreds may share it where many features are hashed into few places.
+NAMES_TOLD = 5
 #: What is said of numbers that fit by themselves, and not when they are added or multiplied.
 TOO_LARGE = "makes inputs too large for the learner: scale the numbers down"
 
@@ -133,6 +135,55 @@ def check_fit(layout: FeatureLayout, features: Features) -> None:
     except FeatureError as error:
         raise FeatureError(("features",), error.message) from None
     raise FeatureError(("features",), TOO_LARGE)
+
+
+@final
+class InputNames:
+    """What a client calls the columns of the inputs that `assemble` makes of one request."""
+
+    def __init__(self, layout: FeatureLayout, context: Features | None) -> None:
+        self._layout = layout
+        self._context = _named_places(context or {}, layout.context, "context")
+
+    def of(self, arm: Features, columns: Iterable[int]) -> list[tuple[str, float]]:
+        """The names of some columns of an arm, and the sign with which each stands there.
+
+        Names that were hashed to one place share it, with the sign of the first; a place that no name of this request
+        was hashed to is called by its number, as those of lists are.
+        """
+        layout, arms, contexts = self._layout, _named_places(arm, self._layout.arm, "arm"), self._context
+        named = []
+        for column in columns:
+            if column < layout.arm:
+                named.append(arms(column))
+            elif (place := column - layout.arm) < layout.context:
+                named.append(contexts(place))
+            elif (place := place - layout.context) < layout.products * layout.arm * layout.context:
+                (first, sign), (second, other) = arms(place // layout.context), contexts(place % layout.context)
+                named.append((f"{first} × {second}", sign * other))
+            else:
+                named.append(("intercept", 1.0))
+        return named
+
+
+def _named_places(values: Features, places: int, kind: str) -> Callable[[int], tuple[str, float]]:
+    """What stands for each place of an arm or a context, and with which sign."""
+    texts: dict[int, list[str]] = {}
+    signs: dict[int, float] = {}
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            text = f"{name}={value}" if isinstance(value, str) else name
+            place, sign = _place(text, places)
+            texts.setdefault(place, []).append(text)
+            signs.setdefault(place, sign)
+
+    def named(place: int) -> tuple[str, float]:
+        if place not in texts:
+            return f"{kind}[{place}]", 1.0
+        more = ["…"] if len(texts[place]) > NAMES_TOLD else []
+        return " | ".join(texts[place][:NAMES_TOLD] + more), signs[place]
+
+    return named
 
 
 def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.arrays import Array, library_of, on_device
+from models.explaining import Agreement, Contributions
 from models.slates import Slates
 
 #: The tensors of one user (or, with a leading dimension, of many), by field name.
@@ -133,6 +134,19 @@ class Learner(ABC):
         """Judge the arms of a query whose `own` are users' states."""
         outline = self.outline(shared)
         return self.score_briefed(outline, pool, replace(query, own=self.brief(outline, dict(query.own))))
+
+    @abstractmethod
+    def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
+        """Who agrees with the asking user on some arms, rows [n] int64 of a query of one request with briefs.
+
+        The groups are those whose sizes `score_briefed` tells of the same query.
+        """
+
+    @abstractmethod
+    def contributions(
+        self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
+    ) -> Contributions:
+        """What the means of these arms are made of, with the user, the group and the other arms held fixed."""
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

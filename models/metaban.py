@@ -14,12 +14,14 @@ u, and the adaptation of all arms is one product of the group mask with the stac
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
+from models.explaining import Agreement, Contributions, through_standardizing, through_unit, without_asker
 from models.groups import group_threshold, relative_groups
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch
 from models.network import (
@@ -27,6 +29,7 @@ from models.network import (
     factor_distance,
     forward,
     initial_parameters,
+    input_gradient,
     loss_gradient,
     output_factors,
     predict_all,
@@ -101,14 +104,47 @@ class MetaBanLearner(Learner):
         The asking user is a member by definition and joins with the state the query brings, not with a row of the pool,
         which may be older; so their row is left out here.
         """
-        request = query.request
-        own = forward(self.shape, query.own["theta"][request], x.unsqueeze(1)).squeeze(1)  # [N]
-        size = max(1, HIDDEN_NUMBERS_MAX // max(1, pool["theta"].shape[0] * self.shape.width))
-        predictions = torch.cat([predict_all(self.shape, pool["theta"], arms) for arms in torch.split(x, size)])
-        near = relative_groups(predictions, own, self.threshold)
+        near = relative_groups(*self.predictions(pool, query, x), self.threshold)
         rows = torch.arange(near.shape[1], device=near.device)
-        themselves: Tensor = rows == query.own_row[request].unsqueeze(-1)
+        themselves: Tensor = rows == query.own_row[query.request].unsqueeze(-1)
         return near & ~themselves
+
+    def predictions(self, pool: Arrays, query: Query, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What all users of the pool predict for every arm of a query, x [N, d], [N, P], and the asking users [N]."""
+        own = forward(self.shape, query.own["theta"][query.request], x.unsqueeze(1)).squeeze(1)  # [N]
+        size = max(1, HIDDEN_NUMBERS_MAX // max(1, pool["theta"].shape[0] * self.shape.width))
+        return torch.cat([predict_all(self.shape, pool["theta"], arms) for arms in torch.split(x, size)]), own
+
+    def agreement(self, outline: State, pool: Arrays, query: Query, rows: Tensor) -> Agreement:
+        # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored.
+        predictions, own = self.predictions(pool, query, self.inputs(outline, query.arms))
+        members = self.members(without_asker(relative_groups(predictions, own, self.threshold), query.own_row))
+        return Agreement(own[rows], torch.full_like(own[rows], self.threshold), predictions[rows], members[rows])
+
+    def members(self, near: Tensor) -> Tensor:
+        """Who is in the groups of the arms of one request, of those near the asking user, both bool [N, P]."""
+        return near
+
+    @abstractmethod
+    def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
+        """The networks Θ [n, p] that judge n arms of one request, by the groups of these arms, bool [n, P]."""
+
+    def contributions(
+        self, outline: State, pool: Arrays, query: Query, rows: Tensor, agreement: Agreement
+    ) -> Contributions:
+        raw = query.arms[rows]
+        arms, size = self.inputs(outline, raw), max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        parts = zip(torch.split(arms, size), torch.split(agreement.members, size), strict=True)
+        gradient = torch.cat(
+            [input_gradient(self.shape, self.adapted(outline, pool, query, members), x) for x, members in parts]
+        )
+        settings, nothing = self.settings, torch.zeros_like(raw[:, 0])
+        x = standardize(raw, outline["mean"], outline["scale"]) if settings.standardize else raw
+        if settings.input_norm:
+            gradient = through_unit(gradient * settings.input_norm, x)
+        if settings.standardize:
+            gradient = through_standardizing(gradient, x, outline["scale"])
+        return Contributions.of(gradient, raw, intercept=nothing, memory=nothing)
 
     def user_bound(self, query: Query) -> Tensor:
         """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
@@ -190,15 +226,25 @@ class PaperLearner(MetaBanLearner):
         self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor
     ) -> tuple[Tensor, Tensor]:
         """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of n arms, both [n]."""
+        mean, factors = output_factors(self.shape, self.adapt_meta(shared, pool, own, request, others), x)
+        return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])
+
+    def adapt_meta(
+        self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, others: Tensor
+    ) -> Tensor:
+        """Θ_x of n arms [n, p]."""
         members = others.to(self.dtype)  # [n, P]
         total = members @ pool["gradient"] + own["gradient"][request]  # [n, p] ΣG_u
         step = self.settings.meta_rate * self.settings.meta_steps
         if self.settings.rate_schedule == "per-event":
             samples = members @ pool["samples"].clamp_min(1) + own["samples"][request].clamp_min(1)  # [n]
             total = total / samples.unsqueeze(-1)
-        adapted = shared["theta0"] - step * total  # [n, p] Θ_x
-        mean, factors = output_factors(self.shape, adapted, x)
-        return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])
+        adapted: Tensor = shared["theta0"] - step * total
+        return adapted
+
+    def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
+        request = torch.zeros_like(members[:, :1].sum(-1))  # [n]
+        return self.adapt_meta(outline, pool, query.own, request, members)
 
 
 def doubled(epoch_events: int, total_events: int) -> bool:

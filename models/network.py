@@ -118,6 +118,12 @@ def output_factors(shape: Shape, theta: Tensor, x: Tensor) -> tuple[Tensor, list
     return output.squeeze(-1), factors[::-1]
 
 
+def input_gradient(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:
+    """∂f(x_n; θ_n)/∂x_n = W₁ᵀδ₁: θ [N, p], x [N, d] → [N, d]."""
+    delta = output_factors(shape, theta, x)[1][0][0]  # [N, m]
+    return (delta.unsqueeze(-2) @ weights(shape, theta)[0]).squeeze(-2)
+
+
 def factor_norm(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
     """‖g‖₂ of a gradient given by its factors: [N]."""
     squared = [delta.square().sum(-1) * hidden.square().sum(-1) for delta, hidden in factors]

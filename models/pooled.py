@@ -92,6 +92,12 @@ class PooledLearner(MetaBanLearner):
             x.new_empty((x.shape[0], self.noted)),
         )
 
+    def members(self, near: Tensor) -> Tensor:
+        return near.any(0).expand_as(near)
+
+    def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
+        return self.adapt_meta(outline, pool, query, members[:1]).expand(members.shape[0], -1)
+
     def adapt_meta(self, shared: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
         """J₂ steps of Θ on samples of each request's group, the other members bool [R, P] → [R, p]."""
         requests, users = members.shape

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, rectified, zeros
 from models.encoding import pieces
+from models.explaining import Agreement, Contributions, without_asker
 from models.inputs import ArmInputs
 from models.judging import Beliefs, believe, count_agreeing, foretold, remember
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
 from models.memory import FIRST_GAIN, half_squares, in_radii
 from models.metaban import doubled
 from models.offer import on_offer
+from models.posterior_parts import posterior_contributions
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups
 from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
@@ -193,32 +195,56 @@ class PosteriorLearner(Learner):
 
     def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         own, slates, library = query.own, query.slates, library_of(query.arms)
-        offer = on_offer(query.arms, slates) if self.inputs.apart else query.arms[:, :0]
-        z = self.inputs.standardized(outline, query.arms, offer)  # [N, d]
+        offer, z, predicted = self._seen(outline, query)
         notes = zeros((z.shape[0], self.noted), z)
         notes[:, EMBEDDED : self.offered_from], notes[:, self.offered_from :] = slates.spread(own["embedding"]), offer
-        if self.settings.trunk:
-            predicted = foretold(outline["layers"], self.inputs.codes(outline, z), slates.spread(own["asked"]))  # [N]
-        else:
-            predicted = library.zeros_like(z[:, 0])
         if not self.settings.heads:
             nobody = zeros((z.shape[0],), query.own_row) + 1
             notes[:, :EMBEDDED] = predicted[:, None]
             return Scores(predicted, 0 * predicted, nobody, notes)
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
-        side_by_side = slates.padded(h)  # [R, K, D]
-        said = slates.flat(side_by_side @ own["heads"])  # [N, 3]
-        variance = rectified(slates.flat(((side_by_side @ own["covariance"]) * side_by_side).sum(-1)))
+        said, variance = _said(h, query)
         notes[:, TRUNK], notes[:, ALONE : TOGETHER + 1] = predicted, said[:, :2]
         mean = said[:, 2]
-        reach = self.settings.nu * library.sqrt(variance)
-        group_size = count_agreeing(pool["head"], h, mean, reach, slates.spread(query.own_row))
+        group_size = count_agreeing(pool["head"], h, mean, self._reach(variance), slates.spread(query.own_row))
         if self.settings.memory:
             correction, left = remember(
                 h[:, 1 : 1 + self.inputs.seen], slates, own, outline["gain"], self.settings.memory_radius
             )
             mean, variance = mean + correction, variance + cast(outline["noise"] * left, variance)
         return Scores(mean, self.settings.alpha * library.sqrt(variance), group_size, notes)
+
+    def _seen(self, outline: Any, query: Query) -> tuple[Array, Array, Array]:
+        """What was on offer with each arm, the arms standardised [N, d], and what the trunk says of them [N]."""
+        offer = on_offer(query.arms, query.slates) if self.inputs.apart else query.arms[:, :0]
+        z = self.inputs.standardized(outline, query.arms, offer)
+        if not self.settings.trunk:
+            return offer, z, library_of(z).zeros_like(z[:, 0])
+        asked = query.slates.spread(query.own["asked"])
+        return offer, z, foretold(outline["layers"], self.inputs.codes(outline, z), asked)
+
+    def _reach(self, variance: Array) -> Array:
+        """How far from the asking user's prediction others may be who agree, by the variance of it."""
+        return self.settings.nu * library_of(variance).sqrt(variance)
+
+    def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
+        _, z, predicted = self._seen(outline, query)
+        if not self.settings.heads:
+            strangers = zeros((rows.shape[0], pool["head"].shape[0]), z)
+            return Agreement(predicted[rows], 0 * predicted[rows], strangers, strangers > 0)
+        # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored.
+        h = self.inputs.heads(outline, z, predicted)  # [N, D]
+        said, variance = _said(h, query)
+        prediction, threshold = said[:, 2][rows], self._reach(variance)[rows]
+        predictions = (h @ pool["head"].mT)[rows]  # [n, P]
+        near = abs(predictions - prediction[:, None]) <= threshold[:, None]
+        return Agreement(prediction, threshold, predictions, without_asker(near, query.own_row))
+
+    def contributions(
+        self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
+    ) -> Contributions:
+        _, z, predicted = self._seen(outline, query)
+        return posterior_contributions(self.settings, self.inputs, outline, query, rows, z[rows], predicted[rows])
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         wait = max(self.settings.epoch_events, int(self.settings.epoch_growth * total_events))
@@ -294,6 +320,13 @@ class PosteriorLearner(Learner):
             "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
             "group_share": share,
         }
+
+
+def _said(h: Array, query: Query) -> tuple[Array, Array]:
+    """What three heads of each asking user say of arms h [N, D], [N, 3], and the variance of the last [N]."""
+    side_by_side = query.slates.padded(h)  # [R, K, D]
+    spread = ((side_by_side @ query.own["covariance"]) * side_by_side).sum(-1)
+    return query.slates.flat(side_by_side @ query.own["heads"]), rectified(query.slates.flat(spread))
 
 
 def stored_prior(shared: Arrays) -> Prior:

@@ -23,10 +23,14 @@ from service.routes import (
     dead_letters,
     decisions,
     feedback,
+    groups,
     health,
+    jobs,
     namespaces,
     recommend,
+    recommend_batch,
     snapshots,
+    stream,
     users,
 )
 from service.settings import Settings
@@ -38,12 +42,16 @@ ROUTERS: Final = tuple(
     module.router
     for module in (
         recommend,
+        recommend_batch,
         decisions,
         feedback,
         arms,
+        groups,
         users,
+        stream,
         dead_letters,
         snapshots,
+        jobs,
         config,
         namespaces,
         health,

@@ -33,14 +33,23 @@ class Candidates:
     inputs: Vectors
     #: How many of them to choose.
     k: int
-    #: Names that the rows of the inputs are taken from: those at `places`, or all.
+    #: Names, and features as they were sent, that the rows of the inputs are taken from: those at `places`, or all.
     ids: Sequence[str]
+    features: Sequence[Features]
     places: Rows | None
     from_catalogue: bool
 
     def arm_id(self, row: int) -> str:
         """The id of the arm in a row of the inputs."""
         return self.ids[self._place(row)]
+
+    def features_of(self, row: int) -> Features:
+        """The features of the arm in a row of the inputs."""
+        return self.features[self._place(row)]
+
+    def rows_by_id(self) -> dict[str, int]:
+        """The row of each arm."""
+        return {self.arm_id(row): row for row in range(len(self.inputs))}
 
     def refusal(self, row: int, message: str) -> InvalidInput:
         """What is said of an arm that cannot be used."""
@@ -86,7 +95,7 @@ class CandidateDesk:
         if command.exclude:
             places = np.flatnonzero([arm_id not in command.exclude for arm_id in ids])
             inputs = inputs[places]
-        return serving, Candidates(inputs, command.k, ids, places, from_catalogue=False)
+        return serving, Candidates(inputs, command.k, ids, features, places, from_catalogue=False)
 
     async def _catalogued(self, command: RecommendCommand, store: Errands) -> tuple[Serving, Candidates]:
         picture = await self._catalogue.follow(store)
@@ -109,7 +118,8 @@ class CandidateDesk:
                     place = row if rows is None else int(rows[row])
                     raise _refused(picture.ids[place], error.message) from error
             raise InvalidInput(error.field, error.message) from error
-        return serving, Candidates(inputs, min(command.k, count), picture.ids, rows, from_catalogue=True)
+        k = min(command.k, count)
+        return serving, Candidates(inputs, k, picture.ids, picture.features, rows, from_catalogue=True)
 
     async def _begin(self, features: Sequence[Features], context: Features | None) -> Serving:
         """Start to serve by what the first request shows; that takes a store."""

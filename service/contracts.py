@@ -40,7 +40,8 @@ class RecommendCommand:
     context: Features | None
     k: int
     decision_id: str | None
-    #: SHA-256 of the request without its decision_id: the same decision_id with another one is a conflict.
+    #: SHA-256 of what was asked, without decision_id, explain and min_version: the same decision_id with another one
+    #: is a conflict.
     fingerprint: str
     #: The decision counts only once it is activated.
     deferred: bool = False
@@ -50,6 +51,43 @@ class RecommendCommand:
     arm_ids: tuple[str, ...] | None = None
     #: Arms not to be chosen. Of `arms` enough are left for k.
     exclude: frozenset[str] = frozenset()
+    #: Whether to tell why each arm was judged as it was.
+    explain: bool = False
+    #: The epoch that the answer must at least come from.
+    min_version: int | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one feature adds to a mean, and its value as the client knows it."""
+
+    feature: str
+    value: float
+    contribution: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why an arm was judged as it was: who agrees, and what the mean is made of.
+
+    The contributions, intercept, memory and other add up to the mean.
+    """
+
+    group_size: int
+    #: Users compared, the asking one among them.
+    pool_size: int
+    #: The share of them that is in the group.
+    agreement: float
+    members_mean: float
+    members_spread: float
+    mean: float
+    bonus: float
+    contributions: tuple[Contribution, ...]
+    intercept: float
+    memory: float
+    other: float
 
 
 @final
@@ -68,6 +106,53 @@ class Recommendation:
     replayed: bool
     #: The decision is in the store, for certain; otherwise no reward can be learned for it.
     logged: bool = True
+    #: Rewards of this user that the model had learned which decided.
+    user_version: int = 0
+    #: One for each item, or None where the model that decided is not served any more; empty unless asked for.
+    explanations: tuple[Explanation | None, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupQuery:
+    """Who agrees with this user on such an arm?"""
+
+    user_id: str
+    features: Features
+    context: Features | None
+    #: Members to list.
+    limit: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """Somebody who agrees: what they expect of the arm, how far from the asking user, and by how many rewards."""
+
+    user_id: str
+    prediction: float
+    distance: float
+    events: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """A user's group on an arm, of which the nearest members are listed, the user first."""
+
+    prediction: float
+    threshold: float
+    group_size: int
+    #: Users compared, the asking one among them.
+    pool_size: int
+    #: Whether the pool leaves users out: it was chosen from more, or is full and the store counts more.
+    sampled: bool
+    #: Users that the store has a record of; None while it is away.
+    users: int | None
+    members: tuple[GroupMember, ...]
+    model_version: int
+    user_version: int
+    cold_start: str | None
 
 
 @final

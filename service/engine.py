@@ -16,10 +16,13 @@ from service.arms import ArmDesk
 from service.breaker import StoreBreaker
 from service.candidates import CandidateDesk
 from service.catalogue import Catalogue
+from service.choosing import Chooser
 from service.contracts import (
     Activation,
     CheckResult,
     FeedbackOutcome,
+    GroupQuery,
+    GroupView,
     Recommendation,
     RecommendCommand,
     RewardCommand,
@@ -27,6 +30,7 @@ from service.contracts import (
     UserForgotten,
 )
 from service.deciding import Decider
+from service.grouping import GroupDesk
 from service.live import LiveSettings, overridden
 from service.metrics import Metrics
 from service.reconciling import reconcile
@@ -113,7 +117,8 @@ class Engine:
         self._catalogue = Catalogue(catalogue_store)
         self._arms = ArmDesk(settings, self._breaker, catalogue_store, self._room, self._desk.jobs)
         candidates = CandidateDesk(self._breaker, self._room, self._catalogue)
-        self._decider = Decider(self._live, self._breaker, self._users, self._decisions, self._room, candidates)
+        chooser = Chooser(self._live, self._users, self._room, candidates)
+        self._decider = Decider(self._live, self._breaker, self._decisions, chooser)
         self._rewards = RewardDesk(
             self._live,
             self._breaker,
@@ -133,6 +138,7 @@ class Engine:
             self._room,
             private_folder=server_folder(settings.data_dir) if settings.redis_url is None else None,
         )
+        self._groups = GroupDesk(self._breaker, self._users, self._room)
         await self._room.start()
         await self._catalogue.start()
         self._breaker.start()
@@ -160,6 +166,10 @@ class Engine:
     async def activate(self, decision_id: str) -> Activation:
         """Have a deferred decision count from now on; one that counts already goes on as it is."""
         return await self._decider.activate(decision_id)
+
+    async def inspect_group(self, query: GroupQuery) -> GroupView:
+        """Who agrees with a user on an arm."""
+        return await self._groups.inspect(query)
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""

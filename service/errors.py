@@ -21,6 +21,7 @@
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
+    ├── VersionNotReached    503  /problems/version-not-reached   the epoch asked for is not served yet
     └── Unavailable          503  /problems/unavailable           come back after `retry_after_s`
 
 `service.problems` turns these into problem documents, and does the same for the errors of the store.
@@ -286,6 +287,18 @@ class Overloaded(ServiceError):
 
     def __init__(self, detail: str, *, retry_after_s: float = DEFAULT_RETRY_AFTER_S) -> None:
         super().__init__(detail, retry_after_s=retry_after_s)
+
+
+@final
+class VersionNotReached(ServiceError):
+    """The answer was to come from an epoch that is not served yet."""
+
+    status = 503
+    slug = "version-not-reached"
+    title = "Version not reached"
+
+    def __init__(self, detail: str, *, retry_after_s: float = DEFAULT_RETRY_AFTER_S) -> None:
+        super().__init__(detail, errors=[FieldError("min_version", detail)], retry_after_s=retry_after_s)
 
 
 @final

@@ -108,11 +108,11 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         for place, arm in enumerate(arms):
             if isinstance(arm, dict):
                 features = members_of(arm, ArmIn, ("arms", place)).get("features")
-                _check_length(features, settings.max_dimension, ("arms", place, "features"))
+                check_length(features, settings.max_dimension, ("arms", place, "features"))
     for name in ("arm_ids", "exclude"):
-        _check_length(members.get(name), settings.max_arms, (name,))
+        check_length(members.get(name), settings.max_arms, (name,))
     for name in ("context", "user_features"):
-        _check_length(members.get(name), settings.max_dimension, (name,))
+        check_length(members.get(name), settings.max_dimension, (name,))
     request = validated(RecommendRequest, members)
     exclude = frozenset(request.exclude or ())
     if request.arms is not None:
@@ -130,13 +130,20 @@ def recommend_command(payload: Any, settings: Settings) -> RecommendCommand:
         user_features=request.user_features,
         arm_ids=None if request.arm_ids is None else tuple(request.arm_ids),
         exclude=exclude,
+        explain=request.explain,
+        min_version=request.min_version,
     )
+
+
+def body_as(model: type[Model], payload: Any) -> Model:
+    """Validate a body that is just this model."""
+    return validated(model, members_of(payload, model))
 
 
 def catalogue_arm(payload: Any, model: type[Model], settings: Settings) -> Model:
     """Validate what is to stand in the catalogue: an object with features."""
     members = members_of(payload, model)
-    _check_length(members.get("features"), settings.max_dimension, ("features",))
+    check_length(members.get("features"), settings.max_dimension, ("features",))
     return validated(model, members)
 
 
@@ -164,7 +171,10 @@ def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCo
 
 
 def fingerprint(request: RecommendRequest) -> str:
-    """SHA-256 of what was asked, whatever the order of members and however numbers were written."""
+    """SHA-256 of what was asked, whatever the order of members and however numbers were written.
+
+    How an answer is told (`explain`) and how fresh it has to be (`min_version`) is no part of it.
+    """
     parts = [b"metaban/1", request.user_id.encode(), str(request.k).encode(), _canonical(request.context)]
     for arm in request.arms or ():
         parts += (arm.id.encode(), _canonical(arm.features))
@@ -204,7 +214,8 @@ def _known_members(model: type[RequestModel]) -> frozenset[str]:
     return frozenset(model.model_fields)
 
 
-def _check_length(features: Any, limit: int, path: FieldPath) -> None:
+def check_length(features: Any, limit: int, path: FieldPath) -> None:
+    """Refuse more features, or ids, than are allowed."""
     if isinstance(features, list | dict) and len(features) > limit:
         raise InvalidInput(path, f"holds {len(features)} values; at most {limit} are allowed")
 

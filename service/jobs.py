@@ -78,6 +78,10 @@ class JobTable:
             raise NotFound("There is no such job in this process; jobs are forgotten when it restarts.")
         return self._jobs[job_id]
 
+    def list(self) -> list[Job]:
+        """The jobs that are remembered, the newest first."""
+        return [*reversed(self._jobs.values())]
+
     async def stop(self) -> None:
         """Break off what is under way."""
         while self._task is not None and not self._task.done():

@@ -34,15 +34,9 @@ RESET_RETRY_AFTER_S: Final = 10.0
 _log = structlog.stdlib.get_logger(__name__)
 
 
-def problem_response(
-    status: int,
-    slug: str,
-    title: str,
-    detail: str,
-    *,
-    errors: Sequence[FieldError] = (),
-    headers: Mapping[str, str] | None = None,
-) -> Response:
+def problem_document(
+    status: int, slug: str, title: str, detail: str, errors: Sequence[FieldError] = ()
+) -> dict[str, Any]:
     """A problem document, cut to a bounded length."""
     document: dict[str, Any] = {
         "type": f"/problems/{slug}",
@@ -56,6 +50,20 @@ def problem_response(
             {"field": _cut(error.field, MAX_FIELD_CHARS), "detail": _cut(error.detail, MAX_DETAIL_CHARS)}
             for error in errors[:MAX_ERRORS]
         ]
+    return document
+
+
+def problem_response(
+    status: int,
+    slug: str,
+    title: str,
+    detail: str,
+    *,
+    errors: Sequence[FieldError] = (),
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """A problem document as an answer."""
+    document = problem_document(status, slug, title, detail, errors)
     # ASCII only: a name that a client made up may hold what UTF-8 cannot.
     content = json.dumps(document, allow_nan=False).encode("ascii")
     return Response(content, status, dict(headers or {}), media_type=MEDIA_TYPE)
@@ -71,11 +79,27 @@ def service_problem(error: ServiceError) -> Response:
     return problem_response(error.status, error.slug, error.title, error.detail, errors=error.errors, headers=headers)
 
 
+#: What is said of an error nobody foresaw; what it was is in the log.
+UNEXPECTED: Final = (
+    500,
+    "internal",
+    "Internal error",
+    "Something went wrong on our side; the log has it under the instance.",
+)
+
+
 def unexpected_problem() -> Response:
-    """The document of an error nobody foresaw; what it was is in the log."""
-    return problem_response(
-        500, "internal", "Internal error", "Something went wrong on our side; the log has it under the instance."
-    )
+    """The document of an error nobody foresaw."""
+    return problem_response(*UNEXPECTED)
+
+
+def problem_within(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and document of what went wrong with a part of a request, the rest of which is answered."""
+    told = as_service_error(error)
+    if told is None:
+        _log.error("unexpected_error", exc_info=error)
+        return UNEXPECTED[0], problem_document(*UNEXPECTED)
+    return told.status, problem_document(told.status, told.slug, told.title, told.detail, told.errors)
 
 
 def invalid_input(error: ValidationError) -> InvalidInput:
@@ -99,17 +123,36 @@ def install_handlers(app: FastAPI) -> None:
 
     A handler is called with the type of error it is registered for and no other, which its signature cannot say.
     """
-    app.add_exception_handler(ServiceError, _service_error)
+    for foreseen in (ServiceError, StoreUnavailable, StoreReset, BacklogFull, NotReplicated):
+        app.add_exception_handler(foreseen, _foreseen_error)
     app.add_exception_handler(RequestValidationError, _parameter_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(StoreUnavailable, _store_unavailable)
-    app.add_exception_handler(StoreReset, _store_reset)
-    app.add_exception_handler(BacklogFull, _backlog_full)
-    app.add_exception_handler(NotReplicated, _not_replicated)
 
 
-async def _service_error(request: Request, error: Exception) -> Response:
-    return service_problem(cast(ServiceError, error))
+def as_service_error(error: Exception) -> ServiceError | None:
+    """What a client is told of an error, with a line in the log where operators have to know; None if unforeseen."""
+    match error:
+        case ServiceError():
+            return error
+        case BacklogFull():
+            _log.warning("backlog_full", reason=str(error))
+            return Overloaded("Too many events wait to be learned; try again later.", retry_after_s=error.retry_after_s)
+        case NotReplicated():
+            _log.warning("not_replicated", reason=str(error))
+            return Unavailable(
+                "Too few replicas of the store confirmed in time; send the same again, nothing is learned twice."
+            )
+        case StoreReset():
+            _log.error("store_reset", reason=str(error))
+            return Unavailable("The store was emptied or exchanged.", retry_after_s=RESET_RETRY_AFTER_S)
+        case StoreUnavailable():
+            _log.warning("store_unavailable", reason=str(error))
+            return Unavailable("The store does not answer; try again later.")
+    return None
+
+
+async def _foreseen_error(request: Request, error: Exception) -> Response:
+    return service_problem(cast(ServiceError, as_service_error(error)))
 
 
 async def _parameter_error(request: Request, error: Exception) -> Response:
@@ -123,33 +166,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     title = HTTPStatus(refused.status_code).phrase
     slug = title.lower().replace(" ", "-")
     return problem_response(refused.status_code, slug, title, refused.detail, headers=refused.headers)
-
-
-async def _store_unavailable(request: Request, error: Exception) -> Response:
-    _log.warning("store_unavailable", reason=str(error))
-    return service_problem(Unavailable("The store does not answer; try again later."))
-
-
-async def _store_reset(request: Request, error: Exception) -> Response:
-    _log.error("store_reset", reason=str(error))
-    return service_problem(Unavailable("The store was emptied or exchanged.", retry_after_s=RESET_RETRY_AFTER_S))
-
-
-async def _backlog_full(request: Request, error: Exception) -> Response:
-    _log.warning("backlog_full", reason=str(error))
-    return service_problem(
-        Overloaded(
-            "Too many events wait to be learned; try again later.",
-            retry_after_s=cast(BacklogFull, error).retry_after_s,
-        )
-    )
-
-
-async def _not_replicated(request: Request, error: Exception) -> Response:
-    _log.warning("not_replicated", reason=str(error))
-    return service_problem(
-        Unavailable("Too few replicas of the store confirmed in time; send the same again, nothing is learned twice.")
-    )
 
 
 def _cut(text: str, limit: int) -> str:

@@ -55,6 +55,7 @@ def recommendation_of(decision: Decision, fingerprint: str, *, replayed: bool, l
         policy=decision.policy,
         model_version=decision.epoch,
         cold_start=decision.cold_start,
+        user_version=decision.user_version,
         replayed=replayed,
         logged=logged,
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextvars import Context
@@ -19,6 +18,7 @@ from typing import TypeVar, final
 
 import structlog
 
+from service.applied import AppliedEvents
 from service.metrics import Metrics
 from service.served import BRIEFS_A_TURN, NOTHING_DOUBTED, ServedModel, Standing
 from store.connection import BEFORE_ALL
@@ -33,8 +33,6 @@ TAIL_ENTRIES = 512
 LOAD_USERS = 256
 #: Pause after the store did not answer.
 UNAVAILABLE_PAUSE_S = 0.25
-#: Applied events remembered for callers that ask after the fact.
-APPLIED_REMEMBERED = 65_536
 
 log = structlog.get_logger()
 Result = TypeVar("Result")
@@ -66,8 +64,7 @@ class Replica:
         self._outages = 0
         self._epoch: tuple[int, int] | None = None  # number and time of the epoch that was adopted last
         self._applied: dict[int, int] = {}
-        self._seen: OrderedDict[tuple[int, str], None] = OrderedDict()
-        self._waiters: dict[tuple[int, str], set[asyncio.Future[None]]] = {}
+        self._done = AppliedEvents()
         self._deferred: dict[str, list[tuple[int, str]]] = {}
         self._loading = asyncio.Lock()
         self._news: dict[int, list[UpdateEntry]] = {}
@@ -117,32 +114,29 @@ class Replica:
 
     def saw(self, partition: int, entry_id: str) -> bool:
         """Whether an event's application came by in the log lately."""
-        return (partition, entry_id) in self._seen
+        return (partition, entry_id) in self._done
 
     async def wait_applied(self, partition: int, entry_id: str, timeout_s: float) -> bool:
         """Whether an event is in the served parameters, and every epoch it made due, within the time given."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait_entry((partition, entry_id))
+                await self._done.wait((partition, entry_id))
                 async with self._epoch_changed:
                     await self._epoch_changed.wait_for(lambda: not self._epoch_due())
         except TimeoutError:
             return False
         return True
 
-    async def _wait_entry(self, entry: tuple[int, str]) -> None:
-        if entry in self._seen:
-            return
-        # One future for each who waits: whoever gives up takes nothing away from the others.
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiters = self._waiters.setdefault(entry, set())
-        waiters.add(waiter)
+    async def wait_epoch(self, number: int, timeout_s: float) -> bool:
+        """Whether an epoch of at least this number is served within the time given."""
+        if self._model.epoch_number >= number:
+            return True
         try:
-            await waiter
-        finally:
-            waiters.discard(waiter)
-            if not waiters:
-                self._waiters.pop(entry, None)
+            async with asyncio.timeout(timeout_s), self._epoch_changed:
+                await self._epoch_changed.wait_for(lambda: self._model.epoch_number >= number)
+        except TimeoutError:
+            return False
+        return True
 
     def _epoch_due(self) -> bool:
         return self._model.learner.epoch_due(self._model.epoch_events, sum(self._applied.values()))
@@ -231,7 +225,7 @@ class Replica:
                 if entry.user_id in early:
                     self._defer({entry.user_id: applied})
                 else:
-                    self._settle(applied)
+                    self._done.settle(applied)
                 self._metrics.freshness_seconds.observe(max(0.0, now - int(entry.cursor.split("-")[0]) / 1_000))
         self._metrics.users_resident.set(len(self._model))
         async with self._epoch_changed:
@@ -305,8 +299,7 @@ class Replica:
         log.warning("replica lost its place", partition=partition)
         await self._resync(partition, trust_versions=False)
         self._cursors[partition] = head
-        for entry in [entry for entry in self._seen if entry[0] == partition]:
-            del self._seen[entry]
+        self._done.doubt(partition)
 
     async def _resync(self, partition: int, *, trust_versions: bool = True) -> None:
         """Compare versions with the store's, load what differs, be it older, and drop whom it does not have."""
@@ -370,7 +363,7 @@ class Replica:
         self._defer({user: waiting[user] for user in early})
         for user, entries in waiting.items():
             if user not in early:
-                self._settle(entries)
+                self._done.settle(entries)
 
     def _defer(self, waiting: Mapping[str, Iterable[tuple[int, str]]]) -> None:
         """Keep users, and the events that are told with them, for an epoch to come."""
@@ -382,15 +375,6 @@ class Replica:
         if adopted:
             self._model.put([state for state in states if state.epoch <= epoch.number], doubted)
         return adopted
-
-    def _settle(self, entries: Iterable[tuple[int, str]]) -> None:
-        for entry in entries:
-            self._seen[entry] = None
-            for waiter in self._waiters.pop(entry, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
-        while len(self._seen) > APPLIED_REMEMBERED:
-            self._seen.popitem(last=False)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         """Touch the model on the one thread that owns it."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal, TypeAlias, final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 from pydantic_core import PydanticCustomError
+
+from service.schemas_explaining import ExplanationOut
 
 #: Larger numbers overflow float32 as soon as they are squared or summed.
 MAX_MAGNITUDE: Final = 1e30
 MAX_ID_CHARS: Final = 256
 MAX_ITEMS: Final = 100
 MAX_EVENTS: Final = 1000
+MAX_INT64: Final = 2**63 - 1
 DECISION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 #: Visible ASCII; with the place in a batch behind it, it is still shorter than an event_id may be.
 IDEMPOTENCY_KEY_PATTERN: Final = r"^[!-~]{1,200}$"
@@ -170,6 +173,14 @@ class RecommendRequest(RequestModel):
         description="The decision counts only once it is activated, when its choice is shown: until then it takes no "
         "rewards.",
     )
+    explain: bool = Field(default=False, description="Whether to tell why each chosen arm was judged as it was.")
+    min_version: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_INT64,
+        description="Answer only from this epoch (`model_version`) or a later one: waits for it for at most "
+        "METABAN_WAIT_APPLIED_TIMEOUT_S, then 503. A decision that was made before is returned as it was made.",
+    )
 
 
 @final
@@ -185,6 +196,11 @@ class ItemOut(BaseModel):
         description="Probability with which this arm was chosen at this rank, given those ranked above it."
     )
     group_size: int = Field(description="Users who agree about this arm, the asking one among them.")
+    explanation: ExplanationOut | None = Field(
+        default=None,
+        description="Left out unless asked for with `explain`; null of a decision made before by a model that is not "
+        "served here any more.",
+    )
 
 
 @final
@@ -209,6 +225,7 @@ class RecommendResponse(BaseModel):
                     ],
                     "policy": "ucb-floor",
                     "model_version": 7,
+                    "user_version": 31,
                     "cold_start": None,
                     "logged": True,
                     "took_ms": 1.9,
@@ -221,6 +238,7 @@ class RecommendResponse(BaseModel):
     items: list[ItemOut] = Field(description="The chosen arms, best first.")
     policy: str = Field(description="How the arms were chosen from their scores.")
     model_version: int = Field(description="The epoch of the shared parameters; grows as the service learns.")
+    user_version: int = Field(description="Rewards of this user that the model had learned which decided.")
     cold_start: str | None = Field(
         description="`meta` when the user has no rewards yet and the meta-learner answered; null otherwise."
     )
@@ -324,69 +342,6 @@ class ReadyResponse(BaseModel):
         description="`degraded`: recommendations are answered from memory and not recorded, rewards are refused."
     )
     checks: dict[str, CheckOut]
-
-
-@final
-class ProgressOut(BaseModel):
-    """How far a job is."""
-
-    doing: str = Field(description="What is being counted.", examples=["users"])
-    done: int
-    total: int
-
-
-@final
-class JobOut(BaseModel):
-    """Work that goes on after the request."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "id": "5f1c22ab90de",
-                    "kind": "snapshot-create",
-                    "state": "done",
-                    "started_ms": 1772344800000,
-                    "finished_ms": 1772344803200,
-                    "progress": {"doing": "users", "done": 5012, "total": 5012},
-                    "result": {"snapshot": "20260301T060000Z-ab12cd", "users": 5012, "events": 90210, "damaged": 0},
-                    "error": None,
-                }
-            ]
-        }
-    )
-
-    id: str = Field(description="Look after it at /admin/jobs/{id}.")
-    kind: Literal["snapshot-create", "snapshot-restore", "arms-import"]
-    state: Literal["running", "done", "failed"]
-    started_ms: int
-    finished_ms: int | None
-    progress: ProgressOut
-    result: dict[str, JsonValue] | None = Field(description="What was done; null until then.")
-    error: str | None = Field(description="Why it failed, and what to do.")
-
-
-@final
-class SnapshotOut(BaseModel):
-    """A snapshot; of one that cannot be read only its id and size are known."""
-
-    id: str = Field(examples=["20260301T060000Z-ab12cd"])
-    name: str = ""
-    namespace: str | None = None
-    created_ms: int | None = None
-    size: int = Field(description="Bytes of the file.")
-    users: int | None = None
-    events: int | None = Field(default=None, description="Events ever applied when it was taken.")
-    epoch: int | None = None
-    intact: bool | None = Field(default=None, description="null: was not verified.")
-    problem: str | None = None
-
-
-@final
-class SnapshotListOut(BaseModel):
-    """The snapshots on this machine, the newest first."""
-
-    snapshots: list[SnapshotOut]
 
 
 @final

@@ -76,6 +76,19 @@ class Standing:
         return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One request as the learner is asked it, and whom the pool is of; good until the model changes."""
+
+    outline: Any
+    pool: Arrays
+    query: Query
+    standing: Standing
+    pool_users: Sequence[str]
+    in_pool: bool
+
+
 #: No state is in doubt: newer ones replace older ones.
 NOTHING_DOUBTED: Final[Mapping[str, Standing]] = MappingProxyType({})
 
@@ -122,6 +135,16 @@ class ServedModel:
     def users(self) -> list[str]:
         """Everyone held."""
         return list(self._standing)
+
+    @property
+    def pool_chosen(self) -> bool:
+        """Whether the epoch says who is in the pool, there being more users than it holds."""
+        return bool(self._members)
+
+    @property
+    def pool_full(self) -> bool:
+        """Whether the pool takes nobody more."""
+        return len(self._pool) >= self._pool_max
 
     def wants(self, user: str) -> bool:
         """Whether news of a user are worth loading: they are held, or belong into the pool."""
@@ -208,26 +231,35 @@ class ServedModel:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
         """Judge the arms of several requests in one pass."""
-        sizes = [request.inputs.shape[0] for request in requests]
-        asking = [self._brief_of(request) for request in requests]
-        arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
-        query = Query(
-            arms=self._given(arms.astype(self._kind, copy=False)),
-            slates=Slates(sizes),
-            own=_joined([brief for brief, _ in asking]),
-            own_row=self._given(np.array([self._row(request.user_id) for request in requests])),
-            own_events=self._given(np.array([standing.version for _, standing in asking])),
-        )
-        with self._computing():
+        query, standings = self._posed(requests)
+        with self.computing():
             scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
-        mean, bonus = self._taken(scores.mean, np.float64), self._taken(scores.bonus, np.float64)
-        group_size, phi = self._taken(scores.group_size, np.int64), self._taken(scores.phi, np.float32)
+        mean, bonus = self.taken(scores.mean, np.float64), self.taken(scores.bonus, np.float64)
+        group_size, phi = self.taken(scores.group_size, np.int64), self.taken(scores.phi, np.float32)
         found, end = [], 0
-        for size, (_, standing) in zip(sizes, asking, strict=True):
+        for size, standing in zip(query.slates.sizes, standings, strict=True):
             part, end = slice(end, end + size), end + size
             judged = mean[part], bonus[part], group_size[part], phi[part]
             found.append(ArmScores(*judged, standing.version, self.epoch_number, standing.incarnation))
         return found
+
+    def look(self, request: ScoreRequest) -> Sight:
+        """What a request is scored with, to see more of it than scores."""
+        query, [standing] = self._posed([request])
+        return Sight(self._outline, self._pool_view(), query, standing, self._pool.users, request.user_id in self._pool)
+
+    def _posed(self, requests: Sequence[ScoreRequest]) -> tuple[Query, list[Standing]]:
+        """Requests as one query, and which state of each asking user it is about."""
+        asking = [self._brief_of(request) for request in requests]
+        arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
+        query = Query(
+            arms=self.given(arms.astype(self._kind, copy=False)),
+            slates=Slates([request.inputs.shape[0] for request in requests]),
+            own=_joined([brief for brief, _ in asking]),
+            own_row=self.given(np.array([self._row(request.user_id) for request in requests])),
+            own_events=self.given(np.array([standing.version for _, standing in asking])),
+        )
+        return query, [standing for _, standing in asking]
 
     def refresh(self, most: int) -> int:
         """Brief again at most so many of those asked about lately whose state or epoch has changed; how many are left.
@@ -275,7 +307,7 @@ class ServedModel:
         stacked: Arrays = {name: torch.stack([state[name] for state in states]) for name in self.learner.fields}
         if self._in_numpy:
             stacked = as_arrays(stacked)
-        with self._computing():
+        with self.computing():
             made = self.learner.brief(self._outline, stacked)
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
 
@@ -287,15 +319,15 @@ class ServedModel:
             self._plain_view = view, as_arrays(view)
         return self._plain_view[1]
 
-    def _computing(self) -> AbstractContextManager[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """No gradients in torch, and in numpy no warning of what leaves the range of numbers: whoever asked is told."""
         return np.errstate(all="ignore") if self._in_numpy else torch.inference_mode()
 
-    def _given(self, array: NDArray[Any]) -> Array:
+    def given(self, array: NDArray[Any]) -> Array:
         """An array as the learner takes it."""
         return array if self._in_numpy else torch.from_numpy(array).to(self._device)
 
-    def _taken(self, array: Array, kind: type[np.generic]) -> NDArray[Any]:
+    def taken(self, array: Array, kind: type[np.generic]) -> NDArray[Any]:
         """An array that the learner gave."""
         found: NDArray[Any] = array if self._in_numpy else array.cpu().numpy()
         return found.astype(kind, copy=False)

@@ -14,6 +14,7 @@ from models.device import choose_device
 from models.features import FeatureLayout, Features, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import stored_settings
+from service.explaining import Explainer
 from service.live import LiveSettings
 from service.metrics import Metrics
 from service.replica import Replica
@@ -35,6 +36,7 @@ class Serving:
     model: ServedModel
     replica: Replica
     scorer: Scorer
+    explainer: Explainer
 
 
 @final
@@ -129,4 +131,5 @@ class ServingRoom:
         )
         replica = Replica(self._users, self._epochs, model, self._compute, self._metrics, partitions=record.partitions)
         await replica.start()
-        return Serving(layout, model, replica, Scorer(model, self._compute))
+        explainer = Explainer(model, layout, self._compute)
+        return Serving(layout, model, replica, Scorer(model, self._compute), explainer)

@@ -32,6 +32,7 @@ from store.errors import BacklogFull, CorruptRecord, FenceLost, StoreError, Stor
 from store.keys import LEARNERS, NamespaceKeys
 from store.rewards import RewardEvent
 from store.scripts import load_script
+from store.stream_status import PartitionStatus, StreamStatus
 
 __all__ = ["Delivery", "Enqueued", "EventStream", "RewardEvent", "Sample", "create_groups"]
 
@@ -91,6 +92,7 @@ class EventStream:
         self._attempt = load_script(redis, "attempt")
         self._bury = load_script(redis, "bury")
         self._release = load_script(redis, "release")
+        self._status = StreamStatus(redis, keys)
         self._letters = DeadLetters(redis, keys, window_ms=self._window_ms, backlog_limit=backlog_limit)
 
     async def enqueue(self, events: Sequence[RewardEvent]) -> list[Enqueued]:
@@ -187,6 +189,10 @@ class EventStream:
             [("XLEN", self._keys.events(partition)) for partition in range(self._keys.partitions)],
         )
         return sum(as_int(length) for length in lengths)
+
+    async def status(self, counters: Sequence[str]) -> list[PartitionStatus]:
+        """How each partition is doing, with the counters of these names."""
+        return await self._status.look(counters)
 
     async def pending(self, partition: int) -> int:
         """Events of a partition that a consumer was given and has not finished."""

@@ -28,8 +28,8 @@ from service.errors import (
 from service.intake import catalogue_arm, parse_json, read_body
 from service.limits import IMPORT_PATH
 from service.openapi import json_body, problem_responses
-from service.routes.snapshots import shown_job
-from service.schemas import ArmFeaturesIn, ArmIn, Identifier, JobOut
+from service.routes.jobs import JobOut, shown
+from service.schemas import ArmFeaturesIn, ArmIn, Identifier
 from store.catalogue import Arm
 
 #: Arms shown on one page.
@@ -163,7 +163,7 @@ async def load(
     if request.headers.get("content-encoding", "identity") != "identity":
         raise UnsupportedMedia("Send the body as it is: compressed bodies are not read.")
     engine.require_store()
-    return shown_job(await engine.arms.receive(request.stream(), mode))
+    return shown(await engine.arms.receive(request.stream(), mode))
 
 
 @router.get(

@@ -22,7 +22,7 @@ from service.errors import (
     Unavailable,
     UnsupportedMedia,
 )
-from service.intake import members_of, parse_json, read_body, validated
+from service.intake import body_as, parse_json, read_body
 from service.openapi import json_body, problem_responses
 from service.schemas import RequestModel
 from service.settings import Settings, SettingsError
@@ -136,7 +136,7 @@ async def show_all(request: Request) -> NamespacesOut:
 async def create(request: Request) -> NamespaceOut:
     """An independent recommender with users, arms, learners and settings of its own, served at once by the process
     that answers and by others when they are asked for it. Workers find it within a second."""
-    wanted = validated(NewNamespace, members_of(parse_json(await read_body(request)), NewNamespace))
+    wanted = body_as(NewNamespace, parse_json(await read_body(request)))
     edge = edge_of(request)
     overrides = wanted.model_dump(exclude={"name", "arm_features", "context_features"}, exclude_none=True)
     try:

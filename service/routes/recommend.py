@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from service.auth import ClientEngine
-from service.edge import edge_of
+from service.edge import Edge, edge_of
 from service.errors import (
     BodyTooLarge,
     DecisionConflict,
@@ -18,10 +19,14 @@ from service.errors import (
     Unauthorized,
     Unavailable,
     UnsupportedMedia,
+    VersionNotReached,
 )
 from service.intake import parse_json, read_body, recommend_command
 from service.openapi import json_body, problem_responses
 from service.schemas import ItemOut, RecommendRequest, RecommendResponse
+
+if TYPE_CHECKING:
+    from service.engine import Engine
 
 router = APIRouter(tags=["recommendations"])
 
@@ -38,6 +43,7 @@ router = APIRouter(tags=["recommendations"])
         BodyTooLarge,
         UnsupportedMedia,
         InvalidInput,
+        VersionNotReached,
         Unavailable,
     ),
 )
@@ -51,18 +57,28 @@ async def recommend(request: Request, engine: ClientEngine) -> Response:
     """
     body = await read_body(request)
     arrived_s = time.perf_counter()
-    edge = edge_of(request)
-    decision = await engine.recommend(recommend_command(parse_json(body), edge.settings))
+    answer = await decide(engine, edge_of(request), parse_json(body), arrived_s)
+    return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def decide(engine: Engine, edge: Edge, payload: Any, arrived_s: float) -> RecommendResponse:
+    """Answer one request of which the JSON is here; members that were not asked for are not set."""
+    command = recommend_command(payload, edge.settings)
+    decision = await engine.recommend(command)
     edge.metrics.count_decision(
         decision.policy, decision.cold_start, replayed=decision.replayed, logged=decision.logged
     )
-    answer = RecommendResponse(
+    items = [asdict(item) for item in decision.items]
+    if command.explain:
+        for item, explanation in zip(items, decision.explanations, strict=True):
+            item["explanation"] = None if explanation is None else asdict(explanation)
+    return RecommendResponse(
         decision_id=decision.decision_id,
-        items=[ItemOut(**asdict(item)) for item in decision.items],
+        items=[ItemOut(**item) for item in items],
         policy=decision.policy,
         model_version=decision.model_version,
+        user_version=decision.user_version,
         cold_start=decision.cold_start,
         logged=decision.logged,
         took_ms=round((time.perf_counter() - arrived_s) * 1e3, 3),
     )
-    return Response(answer.model_dump_json(), media_type="application/json")

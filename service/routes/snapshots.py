@@ -1,20 +1,43 @@
-"""/admin/snapshots and /admin/jobs: keep what was learned, go back to it, and see how that goes."""
+"""/admin/snapshots: keep what was learned, and go back to it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, final
 
 from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, Field
 
 from service.auth import AdminEngine
 from service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized, Unavailable
-from service.jobs import Job
 from service.openapi import problem_responses
-from service.schemas import JobOut, ProgressOut, SnapshotListOut, SnapshotOut
+from service.routes.jobs import JobOut, shown
 from store.snapshot_names import ID_PATTERN, NAME_PATTERN, is_free_name
 
 router = APIRouter(tags=["administration"])
+
+
+@final
+class SnapshotOut(BaseModel):
+    """A snapshot; of one that cannot be read only its id and size are known."""
+
+    id: str = Field(examples=["20260301T060000Z-ab12cd"])
+    name: str = ""
+    namespace: str | None = None
+    created_ms: int | None = None
+    size: int = Field(description="Bytes of the file.")
+    users: int | None = None
+    events: int | None = Field(default=None, description="Events ever applied when it was taken.")
+    epoch: int | None = None
+    intact: bool | None = Field(default=None, description="null: was not verified.")
+    problem: str | None = None
+
+
+@final
+class SnapshotListOut(BaseModel):
+    """The snapshots on this machine, the newest first."""
+
+    snapshots: list[SnapshotOut]
+
 
 SnapshotId = Annotated[str, Path(pattern=f"^{ID_PATTERN.pattern}$", examples=["20260301T060000Z-ab12cd"])]
 
@@ -36,7 +59,7 @@ async def create(
     if not is_free_name(name):
         raise InvalidInput(("name",), "stands for another snapshot: neither `latest` nor the form of an id will do")
     engine.require_store()
-    return shown_job(engine.snapshots.create(name))
+    return shown(engine.snapshots.create(name))
 
 
 @router.get(
@@ -83,21 +106,4 @@ async def restore(engine: AdminEngine, snapshot_id: SnapshotId) -> JobOut:
     damaged one changes nothing. What was learned since is gone, and rewards of earlier decisions no longer count,
     except of users of whom nothing had been learned by then."""
     engine.require_store()
-    return shown_job(await engine.snapshots.restore(snapshot_id))
-
-
-@router.get(
-    "/admin/jobs/{job_id}",
-    summary="How is a job doing?",
-    responses=problem_responses(Unauthorized, Forbidden, NotFound),
-)
-async def job(engine: AdminEngine, job_id: Annotated[str, Path(max_length=64)]) -> JobOut:
-    """State and progress of a job that this process was asked for."""
-    return shown_job(engine.snapshots.jobs.get(job_id))
-
-
-def shown_job(job: Job) -> JobOut:
-    """A job as clients see it."""
-    fields = asdict(job)
-    progress = ProgressOut(doing=fields.pop("doing"), done=fields.pop("done"), total=fields.pop("total"))
-    return JobOut(**fields, progress=progress)
+    return shown(await engine.snapshots.restore(snapshot_id))

@@ -40,6 +40,7 @@ ScriptName: TypeAlias = Literal[
     "restore",
     "retract",
     "search",
+    "status",
     "strike",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]

@@ -201,6 +201,28 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings, users: in
     assert scores.group_size.dtype == torch.int64
 
 
+@pytest.mark.parametrize("chosen", VARIANTS, ids=named)
+def test_explaining_stays_on_the_gpu(chosen: LearnerSettings) -> None:
+    learner = build_learner(chosen, INPUTS)
+    shared = moved(learner.initial_shared())
+    outline = learner.outline(shared)
+    own = {name: value[:1].clone() for name, value in fitted(learner, shared, 1).items()}
+    asked = Query(
+        arms=torch.zeros(4, INPUTS, device=CUDA),
+        slates=Slates([4]),
+        own=learner.brief(outline, own),
+        own_row=torch.tensor([0], device=CUDA),
+        own_events=torch.tensor([1], device=CUDA),
+    )
+    pool, rows = fitted(learner, shared, USERS), torch.tensor([2, 0], device=CUDA)
+    agreement = learner.agreement(outline, pool, asked, rows)
+    parts = learner.contributions(outline, pool, asked, rows, agreement)
+    on_gpu(agreement.prediction, agreement.threshold, agreement.predictions, agreement.members, agreement.group_size)
+    on_gpu(parts.columns, parts.intercept, parts.memory, parts.rest(agreement.prediction))
+    assert parts.columns.shape == (2, INPUTS)
+    assert agreement.members.shape == (2, USERS)
+
+
 def test_the_parts_stay_on_the_gpu() -> None:
     shape = Shape(INPUTS, 8, 3)
     theta = torch.zeros(USERS, shape.parameters, device=CUDA)

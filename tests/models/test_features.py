@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.features import FeatureError, FeatureLayout, assemble, infer_layout
+from models.features import NAMES_TOLD, FeatureError, FeatureLayout, InputNames, assemble, infer_layout
 
 LARGEST = float(np.finfo(np.float32).max)
 numbers = st.floats(-1e6, 1e6, width=32)
@@ -177,3 +177,47 @@ class TestRefusals:
         with pytest.raises(FeatureError, match="too large") as refused:
             assembled([[1.0]], heavy, hash_dimension=1)
         assert refused.value.field == ("context",)
+
+
+class TestNames:
+    """Columns are called what the client called them."""
+
+    def test_of_lists(self) -> None:
+        layout = infer([[1, 2]], [3, 4, 5], products=True, intercept=True)
+        names = [name for name, _ in InputNames(layout, [3, 4, 5]).of([1, 2], range(layout.dimension))]
+        arm, context = ["arm[0]", "arm[1]"], ["context[0]", "context[1]", "context[2]"]
+        products = [f"{a} × {c}" for a in arm for c in context]
+        assert names == [*arm, *context, *products, "intercept"]
+
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(named.filter(bool), named.filter(bool), st.sampled_from([1, 3, 32]))
+    def test_of_named_values(self, arm: dict[str, Any], context: dict[str, Any], places: int) -> None:
+        """A value alone at its place is what was sent, whatever the sign it was hashed with."""
+        layout = infer([arm], context, products=True, hash_dimension=places)
+        [row] = assemble(layout, [arm], context)
+        told = InputNames(layout, context).of(arm, range(layout.dimension))
+        assert len(told) == layout.dimension
+        sent = {
+            (f"{name}={value}" if isinstance(value, str) else name): 1.0 if isinstance(value, str) else float(value)
+            for name, value in arm.items()
+        }
+        found = set()
+        for column in range(places):
+            name, sign = told[column]
+            if name in sent and len(sent) == len(arm):
+                assert sign * row[column] == pytest.approx(sent[name], rel=1e-6)
+                found.add(name)
+        if places == 32 and len(sent) == len(arm) and not any("|" in name for name, _ in told[:places]):
+            assert found == set(sent)
+        for place in range(places * places):
+            name, sign = told[2 * places + place]
+            (first, one), (second, other) = told[place // places], told[places + place % places]
+            assert (name, sign) == (f"{first} × {second}", one * other)
+
+    def test_many_at_one_place(self) -> None:
+        arm = {f"n{number}": 1.0 for number in range(9)}
+        layout = infer([arm], hash_dimension=1)
+        [(name, _)] = InputNames(layout, None).of(arm, [0])
+        assert name.split(" | ") == [*list(arm)[:NAMES_TOLD], "…"]
+        few = {"a": 1.0, "b": "x"}
+        assert [name for name, _ in InputNames(layout, None).of(few, [0])] == ["a | b=x"]

@@ -56,6 +56,7 @@ async def test_recommend(client: Any, engine: EdgeEngine) -> None:
         "items": [{"arm_id": "a", "rank": 1, **item}, {"arm_id": "b", "rank": 2, **item}],
         "policy": "ucb-floor",
         "model_version": 3,
+        "user_version": 0,
         "cold_start": "meta",
         "logged": True,
     }

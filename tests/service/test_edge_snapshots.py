@@ -110,6 +110,8 @@ async def test_one_job_at_a_time_and_failures_are_told(redis: Redis, valkey_url:
         assert job["state"] == "failed"
         assert "nothing to keep" in job["error"]
         assert job["finished_ms"] >= job["started_ms"]
+        next_job = await finished(client, await client.post("/admin/snapshots"))
+        assert (await client.get("/admin/jobs")).json() == {"jobs": [next_job, job]}
         (tmp_path / "snapshots" / f"{SNAPSHOT}.tar").parent.mkdir(exist_ok=True)
         (tmp_path / "snapshots" / f"{SNAPSHOT}.tar").write_bytes(b"not a snapshot")
         before = await kept(redis)

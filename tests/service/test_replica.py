@@ -347,7 +347,7 @@ class TestWaiting:
         assert await waiting
         assert watched.version("a") == 1
         assert await watched.replica.wait_applied(stored.partition, stored.entry_id, 5.0)
-        assert watched.replica._waiters == {}
+        assert watched.replica._done.awaited == 0
 
     async def test_false_in_time_and_nothing_is_left_behind(
         self, shop: Workshop, watch: Callable[..., Watched]
@@ -357,7 +357,7 @@ class TestWaiting:
         waits = [watched.replica.wait_applied(0, f"{number}-0", 0.02) for number in (1, 2, 2, 3)]
         async with asyncio.timeout(5):
             assert await asyncio.gather(*waits) == [False] * 4
-        assert watched.replica._waiters == {}
+        assert watched.replica._done.awaited == 0
 
     async def test_it_includes_the_epoch_the_event_made_due(
         self, shop: Workshop, watch: Callable[..., Watched]

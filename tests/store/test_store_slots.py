@@ -86,6 +86,7 @@ async def use_every_script(redis: Redis) -> None:
     names = [f"u{{{n}}}" for n in range(12)]
     events = [RewardEvent(f"{{e}}{name}", "d", name, "a", x, 1.0, 1.0, 0, 0, 0) for name in names]
     await stream.enqueue(events)
+    assert sum(status.waiting for status in await stream.status(["enqueued"])) == 12
     for partition in range(3):
         [buried, *rest] = await stream.read(partition, "one", count=99, block_ms=0)
         await stream.count_attempt(buried, "one")

@@ -1,0 +1,169 @@
+"""Which arms: by what was learned, or by the baseline while the kill switch is on; and why."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeAlias, final
+
+import numpy as np
+
+from models.exploration import Policy, Slate, decision_draws, draw_slate
+from service.baseline import baseline_items, nothing_seen
+from service.candidates import CandidateDesk, Candidates
+from service.contracts import Explanation, RecommendCommand
+from service.errands import Errands
+from service.errors import InvalidInput, Unavailable, VersionNotReached
+from service.explaining import Question
+from service.live import LiveSettings
+from service.records import now_ms
+from service.served import ArmScores, ScoreRequest
+from service.serving import Serving, ServingRoom
+from store.decisions import BASELINE, DecidedItem, Decision
+from store.users import UserStore
+
+#: Why each item was chosen; None where that cannot be told any more, and empty when nobody asked.
+Explanations: TypeAlias = tuple[Explanation | None, ...]
+
+
+@final
+class Chooser:
+    """Chooses arms for the users of one namespace."""
+
+    def __init__(self, live: LiveSettings, users: UserStore, room: ServingRoom, candidates: CandidateDesk) -> None:
+        self._live = live
+        self._users = users
+        self._room = room
+        self._candidates = candidates
+
+    async def choose(
+        self, command: RecommendCommand, decision_id: str, incarnation: int, store: Errands
+    ) -> tuple[Decision, Explanations]:
+        """Choose arms; `incarnation` is the user's where no learner tells it."""
+        if self._live.settings.serving == "baseline":
+            decision = await self._by_baseline(command, decision_id, incarnation, store)
+            return decision, (None,) * len(decision.items) if command.explain else ()
+        return await self._by_learner(command, decision_id, store)
+
+    async def refresh(self, user_id: str, store: Errands) -> None:
+        """Have the newest state of a user served."""
+        if self._room.serving is not None:
+            await store.run(partial(self._room.serving.replica.refresh, user_id))
+
+    async def explain(self, command: RecommendCommand, decision: Decision, store: Errands) -> Explanations | None:
+        """Why a decision was made; None when the model that made it is not served, here or any more."""
+        try:
+            serving, candidates = await self._candidates.gather(command, store)
+        except (InvalidInput, Unavailable):
+            return None
+        places = candidates.rows_by_id()
+        if not all(item.arm_id in places for item in decision.items):
+            return None
+        rows = [places[item.arm_id] for item in decision.items]
+        if not np.array_equal(candidates.inputs[rows], decision.features):
+            return None
+
+        def still(scores: ArmScores) -> bool:
+            served = (scores.epoch, scores.incarnation, scores.user_events)
+            return served == (decision.epoch, decision.incarnation, decision.user_version)
+
+        asked = await self._asked(command, serving, candidates, store)
+        return await serving.explainer.explain(Question(asked, candidates.features_of, command.context), rows, still)
+
+    async def _by_baseline(
+        self, command: RecommendCommand, decision_id: str, incarnation: int, store: Errands
+    ) -> Decision:
+        """The kill switch is on: whatever is wrong with the learner, it is not asked."""
+        arm_ids, k = await self._candidates.names(command, store)
+        items = baseline_items(arm_ids, self._live.settings.baseline, k)
+        return Decision(
+            decision_id=decision_id,
+            user_id=command.user_id,
+            fingerprint=command.fingerprint,
+            items=items,
+            features=nothing_seen(items),
+            phi=nothing_seen(items),
+            policy=BASELINE,
+            epoch=0,
+            user_version=0,
+            cold_start=None,
+            created_ms=now_ms(),
+            incarnation=incarnation,
+            deferred=command.deferred,
+        )
+
+    async def _by_learner(
+        self, command: RecommendCommand, decision_id: str, store: Errands
+    ) -> tuple[Decision, Explanations]:
+        """Choose by what is known of the user now."""
+        serving, candidates = await self._candidates.gather(command, store)
+        if command.min_version is not None:
+            await self._reach(serving, command.min_version)
+        asked = await self._asked(command, serving, candidates, store)
+        policy = self._live.policy
+        draw = partial(self._draw, command, decision_id, candidates, policy)
+        explanations: Explanations = ()
+        if command.explain:
+            question = Question(asked, candidates.features_of, command.context)
+            scores, slate, explanations = await serving.explainer.choose(question, draw)
+        else:
+            scores = await serving.scorer.score(asked)
+            slate = draw(scores)
+        decision = Decision(
+            decision_id=decision_id,
+            user_id=command.user_id,
+            fingerprint=command.fingerprint,
+            items=tuple(
+                DecidedItem(
+                    arm_id=candidates.arm_id(arm),
+                    rank=place + 1,
+                    score=float(scores.mean[arm] + scores.bonus[arm]),
+                    mean=float(scores.mean[arm]),
+                    bonus=float(scores.bonus[arm]),
+                    propensity=propensity,
+                    group_size=int(scores.group_size[arm]),
+                )
+                for place, (arm, propensity) in enumerate(zip(slate.chosen, slate.propensities, strict=True))
+            ),
+            features=candidates.inputs[list(slate.chosen)],
+            phi=scores.phi[list(slate.chosen)],
+            policy=policy.name,
+            epoch=scores.epoch,
+            user_version=scores.user_events,
+            cold_start=None if scores.user_events else "meta",
+            created_ms=now_ms(),
+            incarnation=scores.incarnation,
+            deferred=command.deferred,
+        )
+        return decision, explanations
+
+    async def _asked(
+        self, command: RecommendCommand, serving: Serving, candidates: Candidates, store: Errands
+    ) -> ScoreRequest:
+        """What the model is asked, with the state of a user whom it does not hold."""
+        loaded = None
+        if command.user_id not in serving.replica:
+            # Not found, or not to be asked for now: the meta-learner answers.
+            states = await store.run(lambda: self._users.load([command.user_id])) or {}
+            await serving.replica.take(states.values())
+            loaded = states.get(command.user_id)
+        return ScoreRequest(command.user_id, candidates.inputs, loaded)
+
+    def _draw(
+        self, command: RecommendCommand, decision_id: str, candidates: Candidates, policy: Policy, scores: ArmScores
+    ) -> Slate:
+        if command.min_version is not None and scores.epoch < command.min_version:
+            raise _not_reached(command.min_version)  # it was, and the store has lost it since
+        sound = np.isfinite(scores.mean + scores.bonus)
+        if not sound.all():
+            raise candidates.refusal(int(sound.argmin()), "are too large for the learner to tell a score")
+        draws = decision_draws(self._live.record.seed, decision_id)
+        return draw_slate(policy, scores.mean, scores.bonus, candidates.k, draws)
+
+    async def _reach(self, serving: Serving, version: int) -> None:
+        """Wait until an epoch is served that is at least this one."""
+        if not await serving.replica.wait_epoch(version, self._live.settings.wait_applied_timeout_s):
+            raise _not_reached(version)
+
+
+def _not_reached(version: int) -> VersionNotReached:
+    return VersionNotReached(f"Epoch {version} is not served here yet; try again later.")

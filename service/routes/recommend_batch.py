@@ -1,0 +1,73 @@
+"""POST /recommend/batch: many decisions in one call, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from service.auth import ClientEngine
+from service.bodies import RecommendBatch
+from service.edge import Edge, edge_of
+from service.errors import BodyTooLarge, InvalidInput, MalformedBody, Unauthorized, UnsupportedMedia
+from service.intake import body_as, parse_json, read_body
+from service.openapi import json_body, problem_responses
+from service.problems import problem_within
+from service.routes.recommend import decide
+from service.schemas import Problem, RecommendResponse
+
+if TYPE_CHECKING:
+    from service.engine import Engine
+
+router = APIRouter(tags=["recommendations"])
+
+
+@final
+class BatchResultOut(BaseModel):
+    """What became of one request of a batch: a decision or a problem."""
+
+    status: int = Field(description="What it would have been answered with alone.", examples=[200])
+    decision: RecommendResponse | None = Field(default=None, description="With status 200; else left out.")
+    problem: Problem | None = Field(default=None, description="With any other status; else left out.")
+
+
+@final
+class RecommendBatchResponse(BaseModel):
+    """What became of each request, in their order."""
+
+    results: list[BatchResultOut]
+
+
+@router.post(
+    "/recommend/batch",
+    summary="Choose arms for many users",
+    response_model=RecommendBatchResponse,
+    openapi_extra=json_body(RecommendBatch),
+    responses=problem_responses(MalformedBody, Unauthorized, BodyTooLarge, UnsupportedMedia, InvalidInput),
+)
+async def recommend_batch(request: Request, engine: ClientEngine) -> Response:
+    """Up to 100 requests, each decided, recorded and answered as POST /recommend would, at the same time.
+
+    The batch is 200 when it can be read at all; each result has a status of its own, and a problem document in place
+    of a decision where that is not 200. Two with one `decision_id` are as if sent at the same time: they get one
+    decision, or `decision-conflict`.
+    """
+    body = await read_body(request)
+    arrived_s = time.perf_counter()
+    edge = edge_of(request)
+    payloads: list[Any] = body_as(RecommendBatch, parse_json(body)).requests
+    results = await asyncio.gather(*(_answered(engine, edge, payload, arrived_s) for payload in payloads))
+    answer = RecommendBatchResponse(results=results)
+    return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def _answered(engine: Engine, edge: Edge, payload: Any, arrived_s: float) -> BatchResultOut:
+    try:
+        return BatchResultOut(status=200, decision=await decide(engine, edge, payload, arrived_s))
+    except Exception as error:
+        status, problem = problem_within(error)
+        return BatchResultOut(status=status, problem=Problem(**problem))

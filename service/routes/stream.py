@@ -1,0 +1,106 @@
+"""GET /admin/stream: how rewards are doing on their way to the learners."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import final
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.auth import AdminEngine
+from service.errors import Forbidden, Unauthorized, Unavailable
+from service.openapi import problem_responses
+from store.stream_status import PartitionStatus
+from store.users import COUNTERS
+
+router = APIRouter(tags=["administration"])
+
+
+class StreamTotals(BaseModel):
+    """What adds up over partitions."""
+
+    waiting: int = Field(description="Events not learned yet, whether delivered to a worker or not.")
+    pending: int = Field(description="Those of them that a worker was given.")
+    dead_letters: int = Field(description="Events given up on that are still kept.")
+    oldest_age_ms: int | None = Field(description="Since the oldest waiting event was stored; null when none waits.")
+    counters: dict[str, int] = Field(
+        description="What was counted, ever: enqueued + replayed = applied + voided + buried + waiting, in each "
+        "partition at every moment."
+    )
+
+
+@final
+class PartitionOut(StreamTotals):
+    """One partition at one moment."""
+
+    partition: int
+    consumers: int = Field(description="Consumers of the group `learners`, those of ended workers among them.")
+    owner: str | None = Field(description="The worker that reads it; null when none does.")
+
+
+@final
+class TotalsOut(StreamTotals):
+    """All partitions together."""
+
+    unowned: int = Field(description="Partitions that no worker reads.")
+
+
+@final
+class StreamOut(BaseModel):
+    """The event streams of a namespace."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "totals": {
+                        "waiting": 3,
+                        "pending": 1,
+                        "dead_letters": 0,
+                        "oldest_age_ms": 12,
+                        "counters": {"enqueued": 90, "applied": 87, "voided": 0, "buried": 0, "replayed": 0},
+                        "unowned": 0,
+                    },
+                    "partitions": [
+                        {
+                            "partition": 0,
+                            "waiting": 3,
+                            "pending": 1,
+                            "consumers": 1,
+                            "owner": "worker-1-5f1c22ab",
+                            "oldest_age_ms": 12,
+                            "dead_letters": 0,
+                            "counters": {"enqueued": 90, "applied": 87, "voided": 0, "buried": 0, "replayed": 0},
+                        }
+                    ],
+                }
+            ]
+        }
+    )
+
+    totals: TotalsOut
+    partitions: list[PartitionOut]
+
+
+@router.get(
+    "/admin/stream",
+    summary="How are rewards doing on their way?",
+    responses=problem_responses(Unauthorized, Forbidden, Unavailable),
+)
+async def show(engine: AdminEngine) -> StreamOut:
+    """Backlog, workers, dead letters and counters of every partition, read in one round trip."""
+    found = await engine.ask_events(lambda events: events.status(COUNTERS))
+    return StreamOut(totals=_totals(found), partitions=[PartitionOut(**asdict(each)) for each in found])
+
+
+def _totals(found: list[PartitionStatus]) -> TotalsOut:
+    ages = [each.oldest_age_ms for each in found if each.oldest_age_ms is not None]
+    return TotalsOut(
+        waiting=sum(each.waiting for each in found),
+        pending=sum(each.pending for each in found),
+        dead_letters=sum(each.dead_letters for each in found),
+        oldest_age_ms=max(ages, default=None),
+        counters={name: sum(each.counters[name] for each in found) for name in COUNTERS},
+        unowned=sum(each.owner is None for each in found),
+    )

@@ -1,0 +1,137 @@
+"""POST /recommend/batch: each request by itself, whatever becomes of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from edge_engine import EdgeEngine, edge
+from redis.asyncio import Redis
+
+from service.contracts import RecommendCommand
+from service.errors import Overloaded
+from store.errors import BacklogFull, NotReplicated, StoreReset, StoreUnavailable
+from tests.service.test_edge_snapshots import ARMS, served
+
+ASK: dict[str, Any] = {"user_id": "u", "arms": [{"id": "a", "features": [1, 2.5]}, {"id": "b", "features": [0, -1]}]}
+
+
+async def test_results_in_order(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    async with served(valkey_url, tmp_path) as client:
+        good = {"user_id": "ann", "arms": ARMS}
+        batch = [
+            {**good, "decision_id": "d0", "k": 2},
+            {**good, "arms": []},
+            {**good, "user_id": "bob", "decision_id": "d2", "explain": True},
+            {**good, "arms": [{"id": "a", "features": [1]}]},
+            "nonsense",
+            {**good, "decision_id": "d0", "k": 2},
+            {**good, "decision_id": "d2"},
+        ]
+        await client.post("/recommend", json=good)
+        answer = await client.post("/recommend/batch", json={"requests": batch}, headers={"X-Request-ID": "r-1"})
+        assert answer.status_code == 200
+        results = answer.json()["results"]
+        assert [each["status"] for each in results[:6]] == [200, 422, 200, 422, 422, 200]
+        assert [error["field"] for error in results[3]["problem"]["errors"]] == ["arms[0].features"]
+        assert results[1]["problem"]["errors"][0]["field"] == "arms"
+        assert results[4]["problem"]["errors"] == [{"field": "", "detail": "must be a JSON object"}]
+        assert all(each["problem"]["instance"] == "r-1" for each in results if "problem" in each)
+        assert all(("decision" in each) != ("problem" in each) for each in results)
+        assert results[0]["decision"]["items"] == results[5]["decision"]["items"]
+        # Two of one id and different bodies race, as two requests would.
+        assert sorted(results[place]["status"] for place in (2, 6)) == [200, 409]
+        winner = results[2] if results[2]["status"] == 200 else results[6]
+        [item] = winner["decision"]["items"]
+        assert ("explanation" in item) == (winner is results[2])
+        # What one gets alone.
+        again = (await client.post("/recommend", json=batch[0])).json()
+        assert again["items"] == results[0]["decision"]["items"]
+        alone = await client.post("/recommend", json=batch[3])
+        ours, theirs = results[3]["problem"], alone.json()
+        assert ours.keys() == theirs.keys()
+        assert {**ours, "instance": ""} == {**theirs, "instance": ""}
+        lone = results[0]["decision"]
+        assert lone.keys() == again.keys()
+
+
+async def test_the_first_requests_of_a_namespace(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    async with served(valkey_url, tmp_path) as client:
+        batch = [{"user_id": f"u{n}", "arms": ARMS} for n in range(100)]
+        results = (await client.post("/recommend/batch", json={"requests": batch})).json()["results"]
+        assert [each["status"] for each in results] == [200] * 100
+        assert len({each["decision"]["decision_id"] for each in results}) == 100
+
+
+@pytest.mark.parametrize(
+    ("payload", "status", "field"),
+    [
+        ({"requests": []}, 422, "requests"),
+        ({"requests": [ASK] * 101}, 422, "requests"),
+        ({"requests": ASK}, 422, "requests"),
+        ({}, 422, "requests"),
+        ({"requests": [ASK], "k": 1}, 422, "k"),
+        ([ASK], 422, ""),
+        ("x", 422, ""),
+    ],
+)
+async def test_malformed_as_a_whole(payload: Any, status: int, field: str) -> None:
+    engine = EdgeEngine()
+    async with edge(engine) as client:
+        answer = await client.post("/recommend/batch", json=payload)
+        assert answer.status_code == status
+        assert [error["field"] for error in answer.json()["errors"]] == [field]
+        broken = await client.post("/recommend/batch", content=b"{", headers={"content-type": "application/json"})
+        assert broken.status_code == 400
+        assert engine.calls == []
+
+
+async def test_the_body_cap_is_of_the_whole() -> None:
+    engine = EdgeEngine()
+    async with edge(engine, max_body_bytes=1_024) as client:
+        one = {"requests": [ASK]}
+        assert (await client.post("/recommend/batch", json=one)).status_code == 200
+        many = {"requests": [ASK] * 20}
+        assert (await client.post("/recommend/batch", json=many)).status_code == 413
+        assert len(engine.calls) == 1
+
+
+class Moody(EdgeEngine):
+    """Fails for users who are named after an error."""
+
+    errors: ClassVar[dict[str, Exception]] = {
+        "overloaded": Overloaded("too much"),
+        "away": StoreUnavailable("unix://secret"),
+        "reset": StoreReset("gone"),
+        "full": BacklogFull("full", retry_after_s=2),
+        "lonely": NotReplicated("no"),
+        "bug": ZeroDivisionError("secret"),
+    }
+
+    async def recommend(self, command: RecommendCommand) -> Any:
+        if command.user_id in self.errors:
+            raise self.errors[command.user_id]
+        return await super().recommend(command)
+
+
+async def test_every_error_is_told_as_outside() -> None:
+    async with edge(Moody()) as client:
+        users = [*Moody.errors, "u"]
+        batch = [{**ASK, "user_id": user} for user in users]
+        results = (await client.post("/recommend/batch", json={"requests": batch})).json()["results"]
+        for user, result, request in zip(users, results, batch, strict=True):
+            alone = await client.post("/recommend", json=request)
+            assert result["status"] == alone.status_code, user
+            if user != "u":
+                assert {**result["problem"], "instance": ""} == {**alone.json(), "instance": ""}
+                assert "secret" not in str(result)
+        assert results[-1]["status"] == 200
+
+
+async def test_decisions_are_counted() -> None:
+    async with edge(EdgeEngine()) as client:
+        await client.post("/recommend/batch", json={"requests": [ASK, ASK, {}]})
+        assert (
+            'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 2.0' in (await client.get("/metrics")).text
+        )
