@@ -72,6 +72,7 @@ async def require_client(request: Request, key: Annotated[str | None, Security(_
             raise Unauthorized(f"Send a key in the {KEY_HEADER} header.")
         if not is_known(key, [*settings.client_keys, *settings.admin_keys]):
             raise Unauthorized(f"The key in the {KEY_HEADER} header is not known here.")
+    request.state.namespace = edge.engine.namespace  # for the log line
     return edge.engine
 
 

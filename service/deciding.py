@@ -13,6 +13,7 @@ from service.breaker import StoreBreaker
 from service.contracts import Recommendation, RecommendCommand
 from service.errands import Errands
 from service.errors import InvalidInput, Unavailable
+from service.metrics import NamespaceMetrics
 from service.records import now_ms, recommendation_of
 from service.served import ScoreRequest
 from service.serving import Serving, ServingRoom
@@ -34,6 +35,7 @@ class Decider:
         users: UserStore,
         decisions: DecisionStore,
         room: ServingRoom,
+        metrics: NamespaceMetrics,
     ) -> None:
         self._settings = settings
         self._seed = seed
@@ -41,6 +43,7 @@ class Decider:
         self._users = users
         self._decisions = decisions
         self._room = room
+        self._metrics = metrics
         self._policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
@@ -60,10 +63,12 @@ class Decider:
         loaded = None
         if command.user_id not in serving.replica:
             # Not found, or not to be asked for now: the meta-learner answers.
-            states = await store.run(lambda: self._users.load([command.user_id])) or {}
-            await serving.replica.take(states.values())
+            with self._metrics.stage("load"):
+                states = await store.run(lambda: self._users.load([command.user_id])) or {}
+                await serving.replica.take(states.values())
             loaded = states.get(command.user_id)
-        scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
+        with self._metrics.stage("score"):
+            scores = await serving.scorer.score(ScoreRequest(command.user_id, inputs, loaded))
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
             raise InvalidInput(
@@ -97,7 +102,8 @@ class Decider:
             incarnation=scores.incarnation,
         )
         # Whoever raced us with the same id and was first has decided for both.
-        standing = await store.run(lambda: self._decisions.put(decision))
+        with self._metrics.stage("record"):
+            standing = await store.run(lambda: self._decisions.put(decision))
         if standing is None:
             return recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
         return recommendation_of(standing, command.fingerprint, replayed=standing is not decision)

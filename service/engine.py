@@ -21,7 +21,8 @@ from service.contracts import (
     UserDescription,
 )
 from service.deciding import Decider
-from service.metrics import Metrics
+from service.metrics import Metrics, NamespaceMetrics
+from service.records import now_ms
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings
@@ -33,6 +34,7 @@ from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import EventStream
 from store.namespaces import NamespaceRecord, Namespaces
+from store.stream_state import stream_state
 from store.users import UserStore
 
 #: Connections to the store beside those that follow the partitions' logs.
@@ -48,7 +50,7 @@ class Engine:
 
     def __init__(self, settings: Settings, redis_url: str, metrics: Metrics) -> None:
         self._settings = settings
-        self._metrics = metrics
+        self._metrics = metrics.of(settings.namespace)
         self._redis = connect(redis_url, max_connections=REQUEST_CONNECTIONS + settings.partitions)
         # Connections of their own: those that wait for a replica that hangs must leave some to everyone else.
         self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
@@ -57,6 +59,7 @@ class Engine:
         # A cluster whose one server is away goes on with the others.
         self._clustered = is_cluster_url(redis_url)
         self._breaker = StoreBreaker(self._probe, trust_calls=not self._clustered)
+        self._metrics.store_up.set_function(lambda: self._breaker.away is None)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._room: ServingRoom | None = None
@@ -92,8 +95,12 @@ class Engine:
         self._room = ServingRoom(
             settings, self._namespaces, self._record, self._users, self._epochs, self._compute, self._metrics
         )
-        self._decider = Decider(settings, self._record.seed, self._breaker, self._users, self._decisions, self._room)
-        self._rewards = RewardDesk(settings, self._breaker, self._users, self._decisions, self._events, self._room)
+        self._decider = Decider(
+            settings, self._record.seed, self._breaker, self._users, self._decisions, self._room, self._metrics
+        )
+        self._rewards = RewardDesk(
+            settings, self._breaker, self._users, self._decisions, self._events, self._room, self._metrics
+        )
         await self._room.start()
         self._breaker.start()
         log.info("engine ready", store=info.version, namespace=self._record.name, preset=learner.preset)
@@ -117,6 +124,16 @@ class Engine:
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
         return await self._rewards.feedback(commands, wait_applied=wait_applied)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that is served."""
+        return self._metrics.namespace
+
+    @property
+    def metrics(self) -> NamespaceMetrics:
+        """What is counted of it."""
+        return self._metrics
 
     @property
     def _serving(self) -> Serving | None:
@@ -179,9 +196,13 @@ class Engine:
 
     async def refresh_gauges(self) -> None:
         """Bring the gauges that live in the store up to date."""
-        self._metrics.backlog.set(await self._breaker.call(self._events.backlog))
-        for name, value in (await self._breaker.call(self._users.counters)).items():
-            self._metrics.events.labels(name).set(value)
+        state = await self._breaker.call(lambda: stream_state(self._redis, self._record.keys))
+        self._metrics.backlog.set(state.waiting)
+        self._metrics.backlog_fill.set(state.fullest / self._settings.backlog_limit)
+        age_ms = 0 if state.oldest_ms is None else max(0, now_ms() - state.oldest_ms)
+        self._metrics.oldest_event_age.set(age_ms / 1_000)
+        self._metrics.dead_letters.set(state.dead_letters)
+        self._metrics.set_events(await self._breaker.call(self._users.counters))
 
     def _confirmation(self, info: ServerInfo) -> Confirmation | None:
         """What an enqueued reward waits for before it is acknowledged."""

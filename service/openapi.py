@@ -47,7 +47,7 @@ def problem_responses(*errors: type[ServiceError]) -> dict[int | str, dict[str, 
         documents[error.status] = {
             "description": (error.__doc__ or error.title).strip(),
             "content": {MEDIA_TYPE: {"schema": {"$ref": REF.format(model="Problem")}}},
-            **({"headers": headers} if error.status == 503 else {}),
+            **({"headers": headers} if error.status in {429, 503} else {}),
         }
     return documents
 

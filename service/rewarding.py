@@ -7,6 +7,7 @@ from typing import final
 
 from service.breaker import StoreBreaker
 from service.contracts import FeedbackOutcome, Rejection, RewardCommand
+from service.metrics import NamespaceMetrics
 from service.records import reward_event
 from service.serving import ServingRoom
 from service.settings import Settings
@@ -28,6 +29,7 @@ class RewardDesk:
         decisions: DecisionStore,
         events: EventStream,
         room: ServingRoom,
+        metrics: NamespaceMetrics,
     ) -> None:
         self._settings = settings
         self._breaker = breaker
@@ -35,6 +37,7 @@ class RewardDesk:
         self._decisions = decisions
         self._events = events
         self._room = room
+        self._metrics = metrics
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
@@ -56,6 +59,8 @@ class RewardDesk:
         for index, entry in stored.items():
             if entry.status == "void":
                 rejected[index] = Rejection(index, "user-reset", "the user began anew since: the reward has no effect")
+            elif entry.status == "accepted":
+                self._metrics.reward.observe(events[index].reward)
         applied: bool | None = None
         if wait_applied:
             waits = [self._wait(events[index], entry) for index, entry in stored.items() if index not in rejected]

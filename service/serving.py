@@ -14,7 +14,7 @@ from models.features import FeatureLayout, assemble, infer_layout
 from models.presets import build_learner
 from models.settings import stored_settings
 from service.contracts import RecommendCommand
-from service.metrics import Metrics
+from service.metrics import NamespaceMetrics
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ServedModel
@@ -48,7 +48,7 @@ class ServingRoom:
         users: UserStore,
         epochs: EpochStore,
         compute: Executor,
-        metrics: Metrics,
+        metrics: NamespaceMetrics,
     ) -> None:
         self._settings = settings
         self._namespaces = namespaces
@@ -106,4 +106,4 @@ class ServingRoom:
             self._users, self._epochs, model, self._compute, self._metrics, partitions=self._record.partitions
         )
         await replica.start()
-        return Serving(layout, replica, Scorer(model, self._compute))
+        return Serving(layout, replica, Scorer(model, self._compute, self._metrics))

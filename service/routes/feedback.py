@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from service.auth import ClientEngine
 from service.contracts import Rejection
-from service.edge import edge_of
 from service.errors import (
     BodyTooLarge,
     InvalidInput,
@@ -60,9 +59,10 @@ async def feedback(
     `rejected` and the others are stored; a malformed one refuses the whole batch.
     """
     commands, batch = reward_commands(parse_json(await read_body(request)))
-    edge = edge_of(request)
     outcome = await engine.feedback(commands, wait_applied=wait == "applied")
-    edge.metrics.count_rewards(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected))
+    engine.metrics.count_rewards(
+        accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected)
+    )
     if not batch and outcome.rejected and (error := _single_error(outcome.rejected[0])):
         raise error
     answer = FeedbackResponse(

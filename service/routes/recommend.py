@@ -51,9 +51,10 @@ async def recommend(request: Request, engine: ClientEngine) -> Response:
     """
     body = await read_body(request)
     arrived_s = time.perf_counter()
-    edge = edge_of(request)
-    decision = await engine.recommend(recommend_command(parse_json(body), edge.settings))
-    edge.metrics.count_decision(
+    with engine.metrics.stage("intake"):
+        command = recommend_command(parse_json(body), edge_of(request).settings)
+    decision = await engine.recommend(command)
+    engine.metrics.count_decision(
         decision.policy, decision.cold_start, replayed=decision.replayed, logged=decision.logged
     )
     answer = RecommendResponse(

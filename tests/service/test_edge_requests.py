@@ -246,8 +246,8 @@ async def test_a_decision_that_was_not_recorded(client: Any, engine: EdgeEngine)
     engine.logged = False
     assert (await client.post("/recommend", json=ASK)).json()["logged"] is False
     lines = (await client.get("/metrics")).text.splitlines()
-    assert "metaban_unlogged_decisions_total 1.0" in lines
-    assert 'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 1.0' in lines
+    assert 'metaban_unlogged_decisions_total{namespace="default"} 1.0' in lines
+    assert 'metaban_decisions_total{cold_start="meta",namespace="default",policy="ucb-floor"} 1.0' in lines
 
 
 async def test_metrics(client: Any, engine: EdgeEngine) -> None:
@@ -259,10 +259,10 @@ async def test_metrics(client: Any, engine: EdgeEngine) -> None:
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     for line in (
-        'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 1.0',
-        'metaban_rewards_total{outcome="accepted"} 2.0',
-        'metaban_rewards_total{outcome="duplicate"} 1.0',
-        'metaban_rewards_total{outcome="rejected"} 1.0',
+        'metaban_decisions_total{cold_start="meta",namespace="default",policy="ucb-floor"} 1.0',
+        'metaban_rewards_total{namespace="default",outcome="accepted"} 2.0',
+        'metaban_rewards_total{namespace="default",outcome="duplicate"} 1.0',
+        'metaban_rewards_total{namespace="default",outcome="rejected"} 1.0',
         'metaban_request_seconds_count{method="POST",route="/recommend",status="200"} 1.0',
         'metaban_request_seconds_count{method="GET",route="unmatched",status="404"} 1.0',
     ):
@@ -315,7 +315,7 @@ async def test_over_a_real_socket() -> None:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
         running = asyncio.create_task(server._serve([listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
-        head = b"POST /recommend HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
         writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"1\r\n \r\n")
         status, document = await _response(reader)

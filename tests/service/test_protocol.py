@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from service import protocol
-from service.protocol import MAX_HEAD_BYTES, BoundedHeadProtocol
+from service.protocol import MAX_HEAD_BYTES, BoundedProtocol
 
 
 async def counting_app(scope: Any, receive: Any, send: Any) -> None:
@@ -26,7 +26,7 @@ async def counting_app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    config = uvicorn.Config(counting_app, port=0, http=BoundedHeadProtocol, lifespan="off", log_config=None)
+    config = uvicorn.Config(counting_app, port=0, http=BoundedProtocol, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event to wait for
