@@ -56,6 +56,8 @@ def create_app(settings: Settings, engine: Engine, metrics: Metrics | None = Non
         swagger_ui_oauth2_redirect_url=None,
         # A redirect answers before the key and the body are looked at, and loses the body of a POST.
         redirect_slashes=False,
+        # FastAPI's own would tell paths and what was in requests; `service.tracing` does not.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     attach_edge(app, Edge(settings, engine, metrics))
     for routes in (recommend, feedback, health, users, dead_letters, snapshots):

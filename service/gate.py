@@ -174,10 +174,10 @@ class _Visit:
 
 
 def _host(value: bytes) -> str:
-    """A Host header without its port."""
-    text = value.decode("latin-1").strip().lower()
-    name, bracket, _ = text.partition("]")
-    return name + bracket if bracket else text.partition(":")[0].removesuffix(".")
+    """A Host header without its port; what is no host comes out as no name that could be ours."""
+    text = value.decode("latin-1").lower()
+    name, colon, port = text.rpartition(":")
+    return (name if colon and port.isdigit() else text).removesuffix(".")
 
 
 def _bracketed(address: str) -> str:
