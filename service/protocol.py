@@ -38,6 +38,8 @@ DISCARD_TIMEOUT_S: Final = 5.0
 #: How long a client may read nothing of an answer, and how long one that was given up on may take to leave.
 WRITE_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
+#: How long a client that goes on sending may take to read why nobody listens.
+LINGER_S: Final = 1.0
 REFUSAL_HEADERS: Final = {**SECURITY_HEADERS, "Content-Security-Policy": CONTENT_POLICY}
 
 
@@ -113,7 +115,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._discard_timer is not None:
             self._discarded += received
         if self._idle_bytes > MAX_HEAD_BYTES or self._discarded > DISCARDED_BYTES:
-            self._close()
+            self._linger()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -198,7 +200,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, title: str, slug: str, detail: str, *, retry: bool = False) -> None:
         """Answer a request that never became one, and close."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or not self._may_answer():
             return
         problem = {"type": f"/problems/{slug}", "title": title, "status": status, "detail": detail}
         body = json.dumps(problem).encode()
@@ -211,7 +213,36 @@ class BoundedProtocol(HttpToolsProtocol):
             *(["retry-after: 1"] if retry else []),
         ]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
-        self._close()
+        if retry:  # room is what is missing
+            self._close()
+        else:
+            self.transport.write_eof()
+            self._linger()
+
+    def _may_answer(self) -> bool:
+        """Whether the next answer is that of what is refused; where it is another's, that one is the last."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return True
+        if not cycle.more_body:
+            self._deaf = True
+            cycle.keep_alive = False
+            return False
+        # It is the body of this one that is wrong: whoever reads it is told that the client has gone.
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if cycle.response_started or self.pipeline:
+            self._linger()
+            return False
+        return True
+
+    def _linger(self) -> None:
+        """Read no more, and close in a moment: the reset that unread bytes lead to may overtake the answer."""
+        self._head_arrived()
+        self._stop_discarding()
+        self._deaf = True
+        self.flow.pause_reading()
+        self.loop.call_later(LINGER_S, self._close)
 
     def _close(self) -> None:
         """Close when all is sent, or when that takes too long."""

@@ -203,6 +203,43 @@ async def test_requests_sent_far_ahead_are_cut_off(port: int) -> None:
     writer.close()
 
 
+async def test_an_answer_under_way_is_not_overtaken_by_a_refusal() -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_app(scope: Any, receive: Any, send: Any) -> None:
+        asked.set()
+        await go_on.wait()
+        await counting_app(scope, receive, send)
+
+    async with serving(BoundedProtocol, slow_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        await asked.wait()
+        writer.write(b"nonsense\r\n\r\n")
+        await asyncio.sleep(0.05)
+        go_on.set()
+        answer = await read_all(reader)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(b"00000002")
+        writer.close()
+
+
+async def test_whoever_reads_a_broken_body_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    found = asyncio.get_running_loop().create_future()
+
+    async def reading_app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request" and message["more_body"]:
+            pass
+        found.set_result(message["type"])
+        await counting_app(scope, receive, send)
+
+    async with serving(BoundedProtocol, reading_app) as port:
+        answer = await exchange(port, HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\nnonsense\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert await asyncio.wait_for(found, 10) == "http.disconnect"
+    assert not caplog.records
+
+
 async def early_app(scope: Any, receive: Any, send: Any) -> None:
     """Answers before it has read anything."""
     await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
