@@ -15,6 +15,7 @@ from service.headers import secure
 from service.logging import REQUEST_ID_HEADER, begin_request
 from service.metrics import REFUSED_STATUSES, Metrics
 from service.problems import unexpected_problem
+from service.protocol import DISCARDED_BYTES
 from service.tracing import TRACE_PARENT_HEADER, RequestSpan, Tracing, request_span, trace_id_in
 
 #: What nginx logs when the client hangs up; never sent.
@@ -107,13 +108,14 @@ class RequestContext:
 class _Exchange:
     """One request and its answer, as they pass."""
 
-    __slots__ = ("_receive", "_scope", "_send", "began_s", "bytes_in", "bytes_out", "request_id", "status")
+    __slots__ = ("_complete", "_receive", "_scope", "_send", "began_s", "bytes_in", "bytes_out", "request_id", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._complete = False
         self.began_s = time.perf_counter()
         self.request_id = ""
         self.status: int | None = None
@@ -124,6 +126,7 @@ class _Exchange:
         message = await self._receive()
         if message["type"] == "http.request":
             self.bytes_in += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
@@ -132,9 +135,22 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers[REQUEST_ID_HEADER] = self.request_id
             secure(headers, self._scope)
+            if not self._complete and _may_be_long(self._scope):
+                # Its rest is not read to the end, and the client should not use the connection again.
+                headers["Connection"] = "close"
         elif message["type"] == "http.response.body":
             self.bytes_out += len(message.get("body", b""))
         await self._send(message)
+
+
+def _may_be_long(scope: Scope) -> bool:
+    """Whether a body is announced that is more than what is read for politeness."""
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            return True
+        if name == b"content-length":
+            return not (value.isdigit() and len(value) < 19 and int(value) <= DISCARDED_BYTES)
+    return False
 
 
 def _route(scope: Scope) -> str:

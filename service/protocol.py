@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Final
+from typing import Final, final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.headers import CONTENT_POLICY, SECURITY_HEADERS
 
@@ -38,8 +38,10 @@ DISCARD_TIMEOUT_S: Final = 5.0
 #: How long a client may read nothing of an answer, and how long one that was given up on may take to leave.
 WRITE_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
-#: How long a client that goes on sending may take to read why nobody listens.
+#: How long a client that goes on sending may take to read why nobody listens, and how much of it is dropped unparsed
+#: meanwhile; then it is kept waiting.
 LINGER_S: Final = 1.0
+DROPPED_BYTES: Final = 16 * 2**20
 REFUSAL_HEADERS: Final = {**SECURITY_HEADERS, "Content-Security-Policy": CONTENT_POLICY}
 
 
@@ -61,6 +63,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _discard_timer: asyncio.TimerHandle | None = None
     _discarded = 0
     _deaf = False
+    _lingering = False
+    _dropped = 0
     _write_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -84,6 +88,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._deaf or self.transport.is_closing():
+            self._dropped += len(data)
+            if self._dropped > DROPPED_BYTES:
+                self.flow.pause_reading()
             return
         self._unset_keepalive_if_required()
         self._moved_on = False
@@ -137,6 +144,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()  # an answer would be taken for that of an earlier request
             raise ValueError("too many requests at once")
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = _Lingering(self, self.cycle)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._moved_on = True
@@ -152,6 +161,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._lingering:  # nothing comes after this answer, and nothing more is read
+            return
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
@@ -216,7 +227,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if retry:  # room is what is missing
             self._close()
         else:
-            self.transport.write_eof()
             self._linger()
 
     def _may_answer(self) -> bool:
@@ -237,11 +247,11 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _linger(self) -> None:
-        """Read no more, and close in a moment: the reset that unread bytes lead to may overtake the answer."""
+        """Listen no more, and close in a moment: the reset that unread bytes lead to may overtake the answer."""
         self._head_arrived()
         self._stop_discarding()
-        self._deaf = True
-        self.flow.pause_reading()
+        self._deaf = self._lingering = True
+        self.transport.write_eof()
         self.loop.call_later(LINGER_S, self._close)
 
     def _close(self) -> None:
@@ -250,6 +260,27 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_discarding()
         self.transport.close()
         self.loop.call_later(CLOSE_TIMEOUT_S, self.transport.abort)
+
+
+@final
+class _Lingering:
+    """What a request's answer is written to: closed before its body was read, it lingers."""
+
+    def __init__(self, protocol: BoundedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> None:
+        self._protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.transport.is_closing()
+
+    def close(self) -> None:
+        if self._cycle.more_body and not self.is_closing():
+            self._protocol._linger()
+        else:
+            self._protocol.transport.close()
 
 
 def limited_protocol(connections_max: int, count_refusal: Callable[[str], None]) -> type[BoundedProtocol]:

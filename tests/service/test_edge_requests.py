@@ -18,6 +18,7 @@ from service.app import create_app
 from service.contracts import ArmInput, CheckResult, FeedbackOutcome, RecommendCommand, Rejection, RewardCommand
 from service.edge import edge_in
 from service.errors import DecisionConflict, InvalidInput, Overloaded
+from service.protocol import BoundedProtocol
 from service.settings import Settings
 from store.errors import BacklogFull, CorruptRecord, StoreReset, StoreUnavailable
 
@@ -308,11 +309,12 @@ async def test_the_examples_of_the_documentation_work(client: Any) -> None:
 
 
 async def test_over_a_real_socket() -> None:
-    """A chunked body over the cap is answered before it ends; its rest is dropped, and the next request served."""
+    """A chunked body over the cap is answered before it ends, and its rest is not read; the next request is served."""
     engine = EdgeEngine()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(Settings(max_body_bytes=4096), engine)  # type: ignore[arg-type]
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+        config = uvicorn.Config(app, log_config=None, lifespan="on", http=BoundedProtocol)
+        server = uvicorn.Server(config)
         running = asyncio.create_task(server._serve([listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         head = b"POST /recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -320,8 +322,12 @@ async def test_over_a_real_socket() -> None:
         writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"1\r\n \r\n")
         status, document = await _response(reader)
         assert (status, document["type"]) == (413, "/problems/body-too-large")
+        writer.write(chunk * 100)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
         body = json.dumps(ASK).encode()
-        writer.write(chunk * 100 + b"0\r\n\r\n" + head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert (await _response(reader))[0] == 200
         assert len(engine.calls) == 1
         writer.close()
