@@ -251,6 +251,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_arrived()
         self._stop_discarding()
         self._deaf = self._lingering = True
+        self.flow.resume_reading()
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self._close)
 
