@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.errors import ServiceError
+from service.errors import RateLimited, ServiceError
 from service.problems import MEDIA_TYPE
 from service.schemas import Problem, RecommendRequest, RewardBatch, RewardIn
 from service.settings import Settings
@@ -73,6 +73,10 @@ def _schema(app: FastAPI, settings: Settings) -> dict[str, Any]:
     components["RecommendRequest"]["properties"]["arms"]["maxItems"] = settings.max_arms
     for features in _with_type(components["ArmIn"], "array"):
         features["maxItems"] = settings.max_dimension
+    for path, calls in schema["paths"].items():
+        if not path.startswith("/health/"):  # limits are everyone's but the probes'
+            for call in calls.values():
+                call["responses"].update({str(status): text for status, text in problem_responses(RateLimited).items()})
     return schema
 
 

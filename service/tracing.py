@@ -89,7 +89,7 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        exporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=SEND_TIMEOUT_S)
+        self._exporter = exporter = OTLPSpanExporter(endpoint=_traces_url(endpoint), timeout=SEND_TIMEOUT_S)
         self._provider = TracerProvider(
             # Not a global one, and not one that ends with the process: the app ends it.
             resource=Resource.create({"service.name": "metaban", "service.version": version}),
@@ -124,6 +124,8 @@ class Tracing:
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         last.join(STOP_TIMEOUT_S)
+        if last.is_alive():
+            self._exporter.shutdown()  # tries no more
 
 
 @contextmanager

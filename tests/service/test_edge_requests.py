@@ -294,6 +294,8 @@ async def test_openapi_describes_bodies_and_limits() -> None:
         call = schema["paths"][path]["post"]
         assert call["requestBody"]["content"]["application/json"]["schema"]
         assert "application/problem+json" in call["responses"]["422"]["content"]
+        assert "Retry-After" in call["responses"]["429"]["headers"]
+    assert "429" not in schema["paths"]["/health/live"]["get"]["responses"]
     text = json.dumps(schema)
     for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in models

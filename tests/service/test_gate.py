@@ -399,3 +399,38 @@ async def _statuses_of_all(app: Any) -> list[int]:
                 assert "Traceback" not in response.text
                 statuses.append(response.status_code)
     return statuses
+
+
+# The log
+
+
+async def test_a_line_of_the_log_tells_who_and_how_much_and_no_path() -> None:
+    key = FreshKey.generate()
+    with structlog.testing.capture_logs() as logs:
+        async with edge(EdgeEngine(), client_keys={key.digest}, admin_keys={key.digest}) as client:
+            client.headers["X-API-Key"] = key.key
+            answer = await client.post("/recommend?q=private", json=ASK)
+            await client.get("/private/path")
+            await client.get("/admin/jobs/private%20job")
+    lines = [line for line in logs if line["event"] == "request"]
+    sent = len(answer.request.content)
+    assert (lines[0]["bytes_in"], lines[0]["bytes_out"]) == (sent, len(answer.content))
+    assert (lines[0]["key"], lines[0]["namespace"]) == (key.digest[:8], "default")
+    assert [line["route"] for line in lines] == ["/recommend", "unmatched", "/admin/jobs/{job_id}"]
+    assert "private" not in str([line for line in lines if line["status"] < 500])
+    assert key.key not in str(logs)
+    assert key.digest not in str(logs)
+
+
+async def test_refusals_do_not_flood_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.middleware.CHEAP_LINES_PER_S", NEVER)
+    monkeypatch.setattr("service.middleware.CHEAP_LINES_AT_ONCE", 5)
+    key = FreshKey.generate()
+    with structlog.testing.capture_logs() as logs:
+        async with edge(EdgeEngine(), client_keys={key.digest}) as client:
+            for _ in range(30):
+                await client.post("/recommend", json=ASK, headers={"X-API-Key": "guess"})
+            await client.post("/recommend", json=ASK, headers={"X-API-Key": key.key})
+    lines = [line for line in logs if line["event"] == "request"]
+    assert [line["status"] for line in lines] == [401] * 5 + [200]
+    assert lines[-1]["unwritten"] == 25
