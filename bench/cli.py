@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -69,9 +70,9 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def parse_names(text: str, known: Collection[str], option: str) -> tuple[str, ...]:
+def parse_names(text: str, known: Collection[str], option: str, *, separator: str = ",") -> tuple[str, ...]:
     """Known names separated by commas, each once."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(separator) if part.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         what = f"{', '.join(unknown)} is unknown" if unknown else "no name given"
@@ -120,6 +121,32 @@ def latency(json: Json = None, plot: Plot = None, quick: Quick = False, check: C
     print_latency(report, console)
     if plot is not None:
         plot_latency(report, plot)
+    _finish(report, json, check=check, failed=False)
+
+
+@bench_app.command()
+def hostile(
+    only: Annotated[
+        str | None, typer.Option("--only", help="Attacks separated by semicolons; all unless said.")
+    ] = None,
+    json: Json = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """What hostile clients do to the others: p99 of good requests under each attack against their quiet p99.
+
+    Long bodies, deep JSON, trickling connections, wrong keys, floods of headers and more, one after the other; and the
+    memory that it takes. Starts a service of its own, and reads its memory from /proc, so that it needs Linux.
+    """
+    from bench.attacks import ATTACKS
+    from bench.hostile import HostilePlan, measure_hostile, print_hostile
+
+    plan = HostilePlan.quick() if quick else HostilePlan()
+    if only is not None:
+        # The names of attacks hold commas.
+        plan = replace(plan, attacks=parse_names(only, ATTACKS, "--only", separator=";"))
+    report = measure_hostile(plan, quick=quick, console=console)
+    print_hostile(report, console)
     _finish(report, json, check=check, failed=False)
 
 

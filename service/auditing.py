@@ -51,7 +51,7 @@ async def _write(scope: Scope) -> None:
     engine = state.get("engine") or edge_in(scope["app"]).recommenders.default
     route = getattr(scope.get("route"), "path", "unmatched").replace(":path", "")
     line = AuditLine(
-        actor=state.get("actor", ""),
+        actor=state.get("key", ""),
         action=f"{scope['method']} {route}",
         target=", ".join(f"{name}={_shown(name, value)}" for name, value in scope.get("path_params", {}).items()),
         request_id=request_id(),

@@ -28,8 +28,6 @@ else:
 
 KEY_HEADER: Final = "X-API-Key"
 KEY_BYTES: Final = 32
-#: Digits of a digest that tell keys apart.
-FINGERPRINT_DIGITS: Final = 8
 
 _header = APIKeyHeader(
     name=KEY_HEADER,
@@ -65,8 +63,6 @@ class Grant:
 
     client: frozenset[str | None]
     admin: frozenset[str | None]
-    #: Tells keys apart in logs, and gives none away.
-    fingerprint: str = ""
 
     def covers(self, namespace: str | None, *, admin: bool) -> bool:
         """Whether a namespace is among them; None asks for all."""
@@ -84,7 +80,7 @@ def grant_of(key: str, client_keys: Iterable[str], admin_keys: Iterable[str]) ->
     client, admin = _bound(offered, client_keys), _bound(offered, admin_keys)
     if not client | admin:
         return None
-    return Grant(client | admin, admin, offered[:FINGERPRINT_DIGITS])
+    return Grant(client | admin, admin)
 
 
 def _bound(offered: str, keys: Iterable[str]) -> frozenset[str | None]:
@@ -106,7 +102,6 @@ async def authenticate(request: Request, key: Annotated[str | None, Security(_he
     grant = grant_of(key, settings.client_keys, settings.admin_keys)
     if grant is None:
         raise Unauthorized(f"The key in the {KEY_HEADER} header is not known here.")
-    request.state.actor = grant.fingerprint
     return grant
 
 
@@ -153,7 +148,7 @@ async def _engine(request: Request, grant: Grant, namespace: str | None, *, admi
     if admin and not grant.covers(name, admin=True):
         raise Forbidden("This needs an admin's key: one whose digest is in METABAN_ADMIN_KEYS.")
     engine = await edge.recommenders.engine(name)
-    request.state.engine = engine
+    request.state.engine, request.state.namespace = engine, name  # for the log line, and the audit's
     return engine
 
 

@@ -15,6 +15,7 @@ from service.errands import Errands
 from service.errors import InvalidInput, Unavailable, VersionNotReached
 from service.explaining import Question
 from service.live import LiveSettings
+from service.metrics import NamespaceMetrics
 from service.records import now_ms
 from service.served import ArmScores, ScoreRequest
 from service.serving import Serving, ServingRoom
@@ -29,8 +30,16 @@ Explanations: TypeAlias = tuple[Explanation | None, ...]
 class Chooser:
     """Chooses arms for the users of one namespace."""
 
-    def __init__(self, live: LiveSettings, users: UserStore, room: ServingRoom, candidates: CandidateDesk) -> None:
+    def __init__(
+        self,
+        live: LiveSettings,
+        users: UserStore,
+        room: ServingRoom,
+        candidates: CandidateDesk,
+        metrics: NamespaceMetrics,
+    ) -> None:
         self._live = live
+        self._metrics = metrics
         self._users = users
         self._room = room
         self._candidates = candidates
@@ -106,7 +115,8 @@ class Chooser:
             question = Question(asked, candidates.features_of, command.context)
             scores, slate, explanations = await serving.explainer.choose(question, draw)
         else:
-            scores = await serving.scorer.score(asked)
+            with self._metrics.stage("score"):
+                scores = await serving.scorer.score(asked)
             slate = draw(scores)
         decision = Decision(
             decision_id=decision_id,
@@ -143,8 +153,9 @@ class Chooser:
         loaded = None
         if command.user_id not in serving.replica:
             # Not found, or not to be asked for now: the meta-learner answers.
-            states = await store.run(lambda: self._users.load([command.user_id])) or {}
-            await serving.replica.take(states.values())
+            with self._metrics.stage("load"):
+                states = await store.run(lambda: self._users.load([command.user_id])) or {}
+                await serving.replica.take(states.values())
             loaded = states.get(command.user_id)
         return ScoreRequest(command.user_id, candidates.inputs, loaded)
 

@@ -13,6 +13,7 @@ from service.contracts import Activation, Recommendation, RecommendCommand
 from service.errands import Errands
 from service.errors import UnknownDecision
 from service.live import LiveSettings
+from service.metrics import NamespaceMetrics
 from service.records import now_ms, recommendation_of
 from store.decisions import Decision, DecisionStore
 from store.errors import FenceLost
@@ -26,11 +27,19 @@ DECISION_TRIES: Final = 2
 class Decider:
     """Makes the decisions of one namespace."""
 
-    def __init__(self, live: LiveSettings, breaker: StoreBreaker, decisions: DecisionStore, chooser: Chooser) -> None:
+    def __init__(
+        self,
+        live: LiveSettings,
+        breaker: StoreBreaker,
+        decisions: DecisionStore,
+        chooser: Chooser,
+        metrics: NamespaceMetrics,
+    ) -> None:
         self._live = live
         self._breaker = breaker
         self._decisions = decisions
         self._chooser = chooser
+        self._metrics = metrics
         self._profiles = ProfileMemo()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
@@ -47,7 +56,8 @@ class Decider:
             decision, explanations = await self._chooser.choose(command, decision_id, incarnation, store)
             news = b"" if profile is None else self._profiles.news(command.user_id, decision.incarnation, profile)
             try:
-                standing = await store.run(partial(self._put, decision, news))
+                with self._metrics.stage("record"):
+                    standing = await store.run(partial(self._put, decision, news))
             except FenceLost as fence:
                 # The user began anew meanwhile, and nothing was stored. What the log is about to tell is asked for
                 # now, and decided for whom they are by then: an answer that no reward can follow helps nobody.

@@ -32,7 +32,7 @@ from service.contracts import (
 from service.deciding import Decider
 from service.grouping import GroupDesk
 from service.live import LiveSettings, overridden
-from service.metrics import Metrics
+from service.metrics import Metrics, NamespaceMetrics
 from service.reconciling import reconcile
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
@@ -50,7 +50,7 @@ from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import EventStream
 from store.namespaces import MAX_RACES, NamespaceRecord, Namespaces
-from store.users import UserStore
+from store.users import COUNTERS, UserStore
 
 #: Connections to the store beside those that follow the partitions' logs.
 REQUEST_CONNECTIONS: Final = 128
@@ -65,7 +65,7 @@ class Engine:
 
     def __init__(self, settings: Settings, redis_url: str, metrics: Metrics) -> None:
         self._deployment = settings
-        self._metrics = metrics
+        self._metrics = metrics.of(settings.namespace)
         self._redis = connect(redis_url, max_connections=REQUEST_CONNECTIONS + settings.partitions)
         # Connections of their own: those that wait for a replica that hangs must leave some to everyone else.
         self._confirming = connect(redis_url) if settings.durability == "replicated" else self._redis
@@ -74,6 +74,7 @@ class Engine:
         # A cluster whose one server is away goes on with the others.
         self._clustered = is_cluster_url(redis_url)
         self._breaker = StoreBreaker(self._probe, trust_calls=not self._clustered)
+        self._metrics.store_up.set_function(lambda: self._breaker.away is None)
         self._namespaces = Namespaces(self._redis)
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._room: ServingRoom | None = None
@@ -117,8 +118,8 @@ class Engine:
         self._catalogue = Catalogue(catalogue_store)
         self._arms = ArmDesk(settings, self._breaker, catalogue_store, self._room, self._desk.jobs)
         candidates = CandidateDesk(self._breaker, self._room, self._catalogue)
-        chooser = Chooser(self._live, self._users, self._room, candidates)
-        self._decider = Decider(self._live, self._breaker, self._decisions, chooser)
+        chooser = Chooser(self._live, self._users, self._room, candidates, self._metrics)
+        self._decider = Decider(self._live, self._breaker, self._decisions, chooser, self._metrics)
         self._rewards = RewardDesk(
             self._live,
             self._breaker,
@@ -127,6 +128,7 @@ class Engine:
             self._events,
             AwaitingStore(self._redis, keys),
             self._room,
+            self._metrics,
         )
         self._user_desk = UserDesk(
             self._redis,
@@ -174,6 +176,11 @@ class Engine:
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them."""
         return await self._rewards.feedback(commands, wait_applied=wait_applied)
+
+    @property
+    def metrics(self) -> NamespaceMetrics:
+        """What is counted of it."""
+        return self._metrics
 
     @property
     def _serving(self) -> Serving | None:
@@ -281,9 +288,12 @@ class Engine:
 
     async def refresh_gauges(self) -> None:
         """Bring the gauges that live in the store up to date."""
-        self._metrics.backlog.set(await self._breaker.call(self._events.backlog))
-        for name, value in (await self._breaker.call(self._users.counters)).items():
-            self._metrics.events.labels(name).set(value)
+        partitions = await self.ask_events(lambda events: events.status(COUNTERS))
+        self._metrics.backlog.set(sum(each.waiting for each in partitions))
+        self._metrics.backlog_fill.set(max(each.waiting for each in partitions) / self._deployment.backlog_limit)
+        self._metrics.oldest_event_age.set(max(each.oldest_age_ms or 0 for each in partitions) / 1_000)
+        self._metrics.dead_letters.set(sum(each.dead_letters for each in partitions))
+        self._metrics.set_events({name: sum(each.counters[name] for each in partitions) for name in COUNTERS})
 
     def _confirmation(self, info: ServerInfo) -> Confirmation | None:
         """What an enqueued reward waits for before it is acknowledged."""

@@ -20,6 +20,8 @@
     ├── CatalogueFull        409  /problems/catalogue-full        the catalogue has as many arms as it may
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
+    ├── WrongHost            421  /problems/wrong-host            the Host header names somebody else
+    ├── RateLimited          429  /problems/rate-limited          more requests than allowed; come back later
     ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
     ├── VersionNotReached    503  /problems/version-not-reached   the epoch asked for is not served yet
     └── Unavailable          503  /problems/unavailable           come back after `retry_after_s`
@@ -275,6 +277,27 @@ class UnsupportedMedia(ServiceError):
     status = 415
     slug = "unsupported-media"
     title = "Unsupported media type"
+
+
+@final
+class WrongHost(ServiceError):
+    """The request was meant for somebody else."""
+
+    status = 421
+    slug = "wrong-host"
+    title = "Misdirected request"
+
+
+@final
+class RateLimited(ServiceError):
+    """More requests than one sender may send."""
+
+    status = 429
+    slug = "rate-limited"
+    title = "Too many requests"
+
+    def __init__(self, detail: str, *, retry_after_s: float = DEFAULT_RETRY_AFTER_S) -> None:
+        super().__init__(detail, retry_after_s=retry_after_s)
 
 
 @final

@@ -39,9 +39,12 @@ from service.schemas import (
 )
 from service.settings import Settings
 
-#: A client on a bad line needs seconds for a megabyte; one that takes longer holds memory for nothing.
+#: A client on a bad line needs seconds for a megabyte; one that takes longer holds memory for nothing. One that sends
+#: next to nothing is given up on earlier, by `service.gate`.
 BODY_TIMEOUT_S: Final = 30.0
 JSON_MEDIA: Final = re.compile(r"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
+#: Longest body that is looked through for what is wrong with it.
+EXPLAINED_BYTES: Final = 65_536
 SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -71,6 +74,10 @@ def parse_json(body: bytes) -> Any:
 
 def _refusal_of(body: bytes, reason: str) -> InvalidInput | MalformedBody:
     """Tell JSON that we refuse from what is no JSON; only this slow path reads with the standard library."""
+    if "recursion limit" in reason:
+        return InvalidInput((), reason)
+    if len(body) > EXPLAINED_BYTES:
+        return MalformedBody(f"The body is not JSON that is read here: {reason}.")
     try:
         value = json.loads(body.decode())
     except UnicodeDecodeError as error:

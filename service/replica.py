@@ -19,7 +19,7 @@ from typing import TypeVar, final
 import structlog
 
 from service.applied import AppliedEvents
-from service.metrics import Metrics
+from service.metrics import NamespaceMetrics
 from service.served import BRIEFS_A_TURN, NOTHING_DOUBTED, ServedModel, Standing
 from store.connection import BEFORE_ALL
 from store.epochs import Epoch, EpochStore
@@ -48,7 +48,7 @@ class Replica:
         epochs: EpochStore,
         model: ServedModel,
         compute: Executor,
-        metrics: Metrics,
+        metrics: NamespaceMetrics,
         *,
         partitions: int,
     ) -> None:
@@ -341,6 +341,7 @@ class Replica:
             self._epoch = (epoch.number, epoch.created_ms)
             self._brief_soon()
             self._metrics.served_epoch.set(epoch.number)
+            self._metrics.served_epoch_made.set(epoch.created_ms / 1_000)
             await self._serve_deferred()
             log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))
         async with self._epoch_changed:

@@ -12,6 +12,7 @@ from service.breaker import StoreBreaker
 from service.contracts import FeedbackOutcome, Rejection, RewardCommand
 from service.errors import InvalidInput
 from service.live import LiveSettings
+from service.metrics import NamespaceMetrics
 from service.records import now_ms, reward_event
 from service.serving import ServingRoom
 from store.awaiting import Awaited, AwaitingStore
@@ -37,6 +38,7 @@ class RewardDesk:
         events: EventStream,
         awaiting: AwaitingStore,
         room: ServingRoom,
+        metrics: NamespaceMetrics,
     ) -> None:
         self._live = live
         self._awaiting = awaiting
@@ -45,6 +47,7 @@ class RewardDesk:
         self._decisions = decisions
         self._events = events
         self._room = room
+        self._metrics = metrics
 
     async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, until the served parameters have them.
@@ -76,6 +79,8 @@ class RewardDesk:
         for index, entry in stored.items():
             if entry.status == "void":
                 rejected[index] = Rejection(index, "user-reset", "the user began anew since: the reward has no effect")
+            elif entry.status == "accepted":
+                self._metrics.reward.observe(events[index].reward)
         if rules.default_reward is not None:
             await self._settle((events[index] for index, entry in stored.items() if entry.status == "accepted"), found)
         late = [found[commands[index].decision_id] for index, each in rejected.items() if each.code == "late"]

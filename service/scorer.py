@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from typing import final
 
 from service.errors import Overloaded
+from service.metrics import NamespaceMetrics
 from service.served import ArmScores, ScoreRequest, ServedModel
 
 #: Requests scored in one pass.
@@ -23,9 +24,10 @@ WAITING_REQUESTS_MAX = 1_024
 class Scorer:
     """Feeds the served model, one batch at a time, off the event loop."""
 
-    def __init__(self, model: ServedModel, compute: Executor) -> None:
+    def __init__(self, model: ServedModel, compute: Executor, metrics: NamespaceMetrics) -> None:
         self._model = model
         self._compute = compute
+        self._metrics = metrics
         self._waiting: deque[tuple[ScoreRequest, asyncio.Future[ArmScores]]] = deque()
         self._drain: asyncio.Task[None] | None = None
 
@@ -43,6 +45,7 @@ class Scorer:
         loop = asyncio.get_running_loop()
         while self._waiting:
             batch = self._next_batch()
+            self._metrics.batch_requests.observe(len(batch))
             requests = [request for request, _ in batch]
             try:
                 scores: Sequence[ArmScores] = await loop.run_in_executor(self._compute, self._model.score, requests)

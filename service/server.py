@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, final
 
+import structlog
 import uvicorn
 import uvloop
 from fastapi import FastAPI
@@ -25,7 +27,7 @@ from service.app import create_app
 from service.drain import DrainingServer
 from service.edge import edge_in
 from service.metrics import Metrics
-from service.protocol import BoundedHeadProtocol
+from service.protocol import limited_protocol
 from service.settings import Settings
 from service.supervisor import Supervisor
 from store.connection import check_server, connect
@@ -35,11 +37,15 @@ from store.embedded import EmbeddedServer
 DRAIN_REQUESTS_S: Final = 10
 #: Connections the system keeps waiting while all are busy.
 ACCEPT_QUEUE: Final = 2048
+#: Descriptors for everything but connections of clients: the store, files, the listener.
+RESERVED_DESCRIPTORS: Final = 512
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 #: Longest wait before a worker that ended is started again: whatever it dies of, other events wait meanwhile.
 WORKER_BACKOFF_S: Final = 2.0
 #: -P: a folder named `service` in the current directory must not be taken for ours.
 WORKER_COMMAND: Final = (sys.executable, "-P", "-m", "service.cli", "worker")
+
+log = structlog.get_logger()
 
 
 class ServeError(Exception):
@@ -108,6 +114,25 @@ def bind(settings: Settings, host: str, port: int) -> socket.socket:
     return listener
 
 
+def room_for_connections(wanted: int) -> int:
+    """How many connections of clients there are descriptors for, beside those that the rest of the process needs.
+
+    A process that runs out of descriptors cannot reach its store either.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + RESERVED_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if soft < needed:
+            room = max(1, soft - RESERVED_DESCRIPTORS, soft // 2)
+            log.warning("too few descriptors", limit=soft, wanted=needed, effect=f"{room} connections at most")
+            return room
+    return wanted
+
+
 def store_name(settings: Settings) -> str:
     """Where the state is, without the password."""
     if settings.redis_url is None:
@@ -124,15 +149,22 @@ def _run(settings: Settings, redis_url: str, listener: socket.socket, started: C
 
     metrics = Metrics()
     app = create_app(settings, Recommenders(settings, redis_url, metrics), metrics)
-    uvloop.run(_serve_requests(app, listener, settings.drain_s, started))
+    uvloop.run(_serve_requests(app, listener, settings, started))
 
 
-async def _serve_requests(app: FastAPI, listener: socket.socket, drain_s: float, started: Callable[[], None]) -> None:
+async def _serve_requests(
+    app: FastAPI, listener: socket.socket, settings: Settings, started: Callable[[], None]
+) -> None:
+    metrics = edge_in(app).metrics
+    connections_max = room_for_connections(settings.max_connections)
     config = uvicorn.Config(
         app,
         # The engine is started here, so that its errors arrive as they are and not as uvicorn's log lines.
         lifespan="off",
-        http=BoundedHeadProtocol,
+        # Not `limit_concurrency`: it counts connections and requests as one, turns probes away too, and answers in
+        # plain text, with a line of log for everyone.
+        http=limited_protocol(connections_max, lambda reason: metrics.rejected.labels(reason).inc()),
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -144,7 +176,8 @@ async def _serve_requests(app: FastAPI, listener: socket.socket, drain_s: float,
         # uvicorn catches the signals while it runs, and when it is done raises them again for whoever is next.
         _ignore_signals()
         started()
-        server = DrainingServer(config, drain_s=drain_s, on_drain=edge_in(app).stopping.set)
+        server = DrainingServer(config, drain_s=settings.drain_s, on_drain=edge_in(app).stopping.set)
+        metrics.open_connections.set_function(lambda: len(server.server_state.connections))
         await server.serve(sockets=[listener])
 
 

@@ -16,7 +16,7 @@ from models.presets import build_learner
 from models.settings import stored_settings
 from service.explaining import Explainer
 from service.live import LiveSettings
-from service.metrics import Metrics
+from service.metrics import NamespaceMetrics
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ServedModel
@@ -50,7 +50,7 @@ class ServingRoom:
         users: UserStore,
         epochs: EpochStore,
         compute: Executor,
-        metrics: Metrics,
+        metrics: NamespaceMetrics,
     ) -> None:
         self._live = live
         self._namespaces = namespaces
@@ -132,4 +132,4 @@ class ServingRoom:
         replica = Replica(self._users, self._epochs, model, self._compute, self._metrics, partitions=record.partitions)
         await replica.start()
         explainer = Explainer(model, layout, self._compute)
-        return Serving(layout, model, replica, Scorer(model, self._compute), explainer)
+        return Serving(layout, model, replica, Scorer(model, self._compute, self._metrics), explainer)

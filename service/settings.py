@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as BadSource
 
 from models.settings import LearnerSettings, named_settings
+from service.tracing import can_trace
 from store.reward_rules import RewardRules
 
 STORE_SCHEMES = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
@@ -24,6 +25,9 @@ LEARNER_SETTINGS = (
 )  # fmt: skip
 #: A SHA-256 digest as `metaban key` prints it, perhaps behind the one namespace that its key is good for.
 DIGEST_PATTERN = re.compile(r"(?:[a-z0-9][a-z0-9_-]{0,39}:)?[0-9a-f]{64}")
+#: A name, an IPv4 address, or an IPv6 address in brackets, as in a Host header without its port.
+HOST_PATTERN = re.compile(r"[a-z0-9]([a-z0-9._-]{0,252}[a-z0-9])?|\[[0-9a-f:.]+\]")
+ORIGIN_PATTERN = re.compile(r"https?://[a-z0-9][a-z0-9.-]*(:\d{1,5})?|https?://\[[0-9a-f:.]+\](:\d{1,5})?")
 
 
 class SettingsError(ValueError):
@@ -200,7 +204,41 @@ class Settings(BaseSettings):
         description="How long requests are still served after SIGTERM, while /health/ready sends them elsewhere.",
     )
 
-    # Logs
+    # Who is let in, and how often
+    rate_limit: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Requests a second that one key may send, or one address where there are no keys; 0 is no limit.",
+    )
+    rate_burst: int = Field(
+        default=50, ge=1, le=1_000_000, description="Requests that may come at once before rate_limit counts."
+    )
+    max_concurrent: int = Field(
+        default=512, ge=1, le=100_000, description="Requests under way; more are refused with 503 at once."
+    )
+    max_connections: int = Field(
+        default=2048, ge=1, le=1_000_000, description="Open connections; more are refused with 503 and closed."
+    )
+    allowed_hosts: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        description="Names (separated by commas) that requests may come under. Without keys: beside those of "
+        "loopback; with keys: all when unset.",
+    )
+    cors_origins: Annotated[frozenset[str], NoDecode] = Field(
+        default=frozenset(),
+        description="Origins (separated by commas) whose web pages may call the service, or * for all of them, "
+        "which takes keys; none when unset.",
+    )
+
+    # Logs and traces
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s/?#]+[^\s?#]*$",
+        repr=False,
+        description="OpenTelemetry collector that traces are sent to over HTTP, such as http://localhost:4318; "
+        "none are made when unset. Needs metaban[otel].",
+    )
     log_format: Literal["json", "console"] = Field(
         default="console", description="One JSON object a line, or lines for people."
     )
@@ -214,16 +252,17 @@ class Settings(BaseSettings):
             raise ValueError(f"must start with {', '.join(STORE_SCHEMES[:-1])} or {STORE_SCHEMES[-1]}")
         return url
 
-    @field_validator("client_keys", "admin_keys", mode="before")
+    @field_validator("client_keys", "admin_keys", "allowed_hosts", "cors_origins", mode="before")
     @classmethod
-    def _split_keys(cls, value: Any) -> Any:
+    def _split(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        if value.lstrip().startswith("["):
+        # A JSON list, or the address of a host in brackets.
+        if value.lstrip().startswith('["') or value.strip() == "[]":
             try:
                 return json.loads(value)
             except ValueError:
-                raise ValueError("looks like a JSON list and is not one; separate digests by commas") from None
+                raise ValueError("looks like a JSON list and is not one; separate values by commas") from None
         return [part for part in re.split(r"[,\s]+", value) if part]
 
     @field_validator("client_keys", "admin_keys")
@@ -236,6 +275,21 @@ class Settings(BaseSettings):
                 "`metaban key` prints both"
             )
         return lowered
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_only(cls, hosts: frozenset[str]) -> frozenset[str]:
+        lowered = frozenset(host.lower() for host in hosts)
+        if any(not HOST_PATTERN.fullmatch(host) for host in lowered):
+            raise ValueError("must hold names or addresses without a scheme and a port, such as api.example.com")
+        return lowered
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_only(cls, origins: frozenset[str]) -> frozenset[str]:
+        if any(origin != "*" and not ORIGIN_PATTERN.fullmatch(origin) for origin in origins):
+            raise ValueError("must hold origins as browsers send them, such as https://shop.example.com, or *")
+        return origins
 
     @field_validator("log_level", "log_format", mode="before")
     @classmethod
@@ -315,5 +369,14 @@ def load_settings(**overrides: Any) -> Settings:
         raise SettingsError(
             "METABAN_DURABILITY: replicated needs replicas, and the private Valkey has none: set REDIS_URL to a "
             "server or a cluster that has"
+        )
+    if "*" in settings.cors_origins and not settings.has_keys:
+        raise SettingsError(
+            "METABAN_CORS_ORIGINS: without keys, * would let every web page that is open on this machine use the "
+            "service: name the origins, or set METABAN_CLIENT_KEYS"
+        )
+    if settings.otlp_endpoint is not None and not can_trace():
+        raise SettingsError(
+            "METABAN_OTLP_ENDPOINT: traces need packages that are not installed: pip install 'metaban[otel]'"
         )
     return settings

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from service.auth import ClientEngine
 from service.contracts import Rejection
-from service.edge import edge_of
 from service.errors import (
     BodyTooLarge,
     InvalidInput,
@@ -78,9 +77,10 @@ async def feedback(
     batch. A late reward, or one of a decision of the baseline, is listed in `rejected` even when it comes alone.
     """
     commands, batch = reward_commands(parse_json(await read_body(request)), idempotency_key)
-    edge = edge_of(request)
     outcome = await engine.feedback(commands, wait_applied=wait == "applied")
-    edge.metrics.count_rewards(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected))
+    engine.metrics.count_rewards(
+        accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected)
+    )
     if not batch and outcome.rejected and (error := _single_error(outcome.rejected[0])):
         raise error
     answer = FeedbackResponse(

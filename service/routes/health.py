@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from service.auth import require_observer
 from service.contracts import CheckResult
-from service.edge import edge_of
+from service.edge import Edge, edge_of
 from service.errors import Forbidden, Unauthorized
 from service.openapi import problem_responses
 from service.schemas import CheckOut, LiveResponse, ReadyResponse
@@ -40,7 +40,16 @@ async def live(request: Request) -> LiveResponse:
 )
 async def ready(request: Request) -> Response:
     """200 when requests are answered, be it from memory alone (`degraded`); 503 otherwise, and when stopping."""
-    edge = edge_of(request)
+    checks = await _checks(edge_of(request))
+    status = _status(checks.values())
+    answer = ReadyResponse(
+        status=status,
+        checks={name: CheckOut(ok=check.ok, detail=check.detail) for name, check in checks.items()},
+    )
+    return Response(answer.model_dump_json(), 503 if status == "not ready" else 200, media_type="application/json")
+
+
+async def _checks(edge: Edge) -> dict[str, CheckResult]:
     try:
         async with asyncio.timeout(READINESS_TIMEOUT_S):
             checks = await edge.recommenders.readiness()
@@ -48,12 +57,7 @@ async def ready(request: Request) -> Response:
         checks = {"engine": CheckResult(False, f"no answer within {READINESS_TIMEOUT_S:g} s")}
     if edge.stopping.is_set():
         checks = {**checks, "service": CheckResult(False, "is about to stop: send requests elsewhere")}
-    status = _status(checks.values())
-    answer = ReadyResponse(
-        status=status,
-        checks={name: CheckOut(ok=check.ok, detail=check.detail) for name, check in checks.items()},
-    )
-    return Response(answer.model_dump_json(), 503 if status == "not ready" else 200, media_type="application/json")
+    return checks
 
 
 def _status(checks: Iterable[CheckResult]) -> Literal["ready", "degraded", "not ready"]:
@@ -79,5 +83,9 @@ async def metrics(request: Request) -> Response:
     except (StoreError, TimeoutError) as error:
         # What this process counted is worth most while the store is away.
         _log.warning("gauges_not_refreshed", reason=str(error) or "timed out")
+    try:
+        edge.metrics.ready.set(_status((await _checks(edge)).values()) != "not ready")
+    except StoreError:
+        edge.metrics.ready.set(0)
     content, media_type = edge.metrics.render(request.headers.get("accept", ""))
     return Response(content, headers={"Content-Type": media_type})

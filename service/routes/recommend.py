@@ -63,9 +63,10 @@ async def recommend(request: Request, engine: ClientEngine) -> Response:
 
 async def decide(engine: Engine, edge: Edge, payload: Any, arrived_s: float) -> RecommendResponse:
     """Answer one request of which the JSON is here; members that were not asked for are not set."""
-    command = recommend_command(payload, edge.settings)
+    with engine.metrics.stage("intake"):
+        command = recommend_command(payload, edge.settings)
     decision = await engine.recommend(command)
-    edge.metrics.count_decision(
+    engine.metrics.count_decision(
         decision.policy, decision.cold_start, replayed=decision.replayed, logged=decision.logged
     )
     items = [asdict(item) for item in decision.items]

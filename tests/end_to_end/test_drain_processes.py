@@ -30,7 +30,7 @@ class Line:
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, object]]:
         """One request and its complete answer; ConnectionError when there is none."""
         content = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         self._socket.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         status = self._file.readline()
         if not status:

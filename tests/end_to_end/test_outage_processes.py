@@ -88,7 +88,7 @@ class Asking:
 
 def unlogged_by_metric(client: httpx.Client) -> int:
     lines = client.get("/metrics").text.splitlines()
-    return int(float(next(line for line in lines if line.startswith("metaban_unlogged_decisions_total ")).split()[1]))
+    return int(float(next(line for line in lines if line.startswith("metaban_unlogged_decisions_total{")).split()[1]))
 
 
 def reward_one(client: httpx.Client, decision: str) -> None:

@@ -18,12 +18,16 @@ from service.contracts import (
     RewardCommand,
 )
 from service.errors import NotFound
+from service.metrics import Metrics
 from service.settings import Settings
 from store.decisions import DecidedItem
 
 
 class EdgeEngine:
+    namespace = "default"
+
     def __init__(self) -> None:
+        self.metrics = Metrics().of(self.namespace)
         self.calls: list[RecommendCommand | list[RewardCommand]] = []
         self.waited: list[bool] = []
         self.activated: list[str] = []
@@ -99,7 +103,9 @@ class Lone:
 @asynccontextmanager
 async def edge(engine: EdgeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the real app around the engine."""
-    app = create_app(Settings(**settings), Lone(engine))  # type: ignore[arg-type]
+    metrics = Metrics()
+    engine.metrics = metrics.of(engine.namespace)
+    app = create_app(Settings(**settings), Lone(engine), metrics)  # type: ignore[arg-type]
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,

@@ -27,7 +27,7 @@ class Watched:
             shop.redis, shop.keys, shop.record.store_epoch, samples_kept=shop.samples_kept, update_log_cap=log_cap
         )
         self.replica = Replica(
-            self.users, shop.epochs, self.model, shop.compute, Metrics(), partitions=shop.record.partitions
+            self.users, shop.epochs, self.model, shop.compute, Metrics().of("shop"), partitions=shop.record.partitions
         )
 
     def version(self, user: str) -> int | None:

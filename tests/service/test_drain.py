@@ -13,7 +13,7 @@ import uvicorn
 
 from service import drain
 from service.drain import DrainingServer, turn_away
-from service.protocol import BoundedHeadProtocol
+from service.protocol import BoundedProtocol
 
 WAIT_S = 10.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -33,7 +33,7 @@ class Site:
         config = uvicorn.Config(
             self.app,
             interface="asgi3",
-            http=BoundedHeadProtocol,
+            http=BoundedProtocol,
             lifespan="off",
             log_config=None,
             timeout_graceful_shutdown=10,

@@ -18,6 +18,7 @@ from service.app import create_app
 from service.contracts import ArmInput, CheckResult, FeedbackOutcome, RecommendCommand, Rejection, RewardCommand
 from service.edge import edge_in
 from service.errors import DecisionConflict, InvalidInput, Overloaded, UnknownDecision
+from service.protocol import BoundedProtocol
 from service.settings import Settings
 from store.errors import BacklogFull, CorruptRecord, StoreReset, StoreUnavailable
 
@@ -320,8 +321,8 @@ async def test_a_decision_that_was_not_recorded(client: Any, engine: EdgeEngine)
     engine.logged = False
     assert (await client.post("/recommend", json=ASK)).json()["logged"] is False
     lines = (await client.get("/metrics")).text.splitlines()
-    assert "metaban_unlogged_decisions_total 1.0" in lines
-    assert 'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 1.0' in lines
+    assert 'metaban_unlogged_decisions_total{namespace="default"} 1.0' in lines
+    assert 'metaban_decisions_total{cold_start="meta",namespace="default",policy="ucb-floor"} 1.0' in lines
 
 
 async def test_metrics(client: Any, engine: EdgeEngine) -> None:
@@ -333,10 +334,10 @@ async def test_metrics(client: Any, engine: EdgeEngine) -> None:
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     for line in (
-        'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 1.0',
-        'metaban_rewards_total{outcome="accepted"} 2.0',
-        'metaban_rewards_total{outcome="duplicate"} 1.0',
-        'metaban_rewards_total{outcome="rejected"} 1.0',
+        'metaban_decisions_total{cold_start="meta",namespace="default",policy="ucb-floor"} 1.0',
+        'metaban_rewards_total{namespace="default",outcome="accepted"} 2.0',
+        'metaban_rewards_total{namespace="default",outcome="duplicate"} 1.0',
+        'metaban_rewards_total{namespace="default",outcome="rejected"} 1.0',
         'metaban_request_seconds_count{method="POST",route="/recommend",status="200"} 1.0',
         'metaban_request_seconds_count{method="GET",route="unmatched",status="404"} 1.0',
     ):
@@ -367,6 +368,8 @@ async def test_openapi_describes_bodies_and_limits() -> None:
         call = schema["paths"][path]["post"]
         assert call["requestBody"]["content"]["application/json"]["schema"]
         assert "application/problem+json" in call["responses"]["422"]["content"]
+        assert "Retry-After" in call["responses"]["429"]["headers"]
+    assert "429" not in schema["paths"]["/health/live"]["get"]["responses"]
     text = json.dumps(schema)
     for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in models
@@ -382,20 +385,25 @@ async def test_the_examples_of_the_documentation_work(client: Any) -> None:
 
 
 async def test_over_a_real_socket() -> None:
-    """A chunked body over the cap is answered before it ends; its rest is dropped, and the next request served."""
+    """A chunked body over the cap is answered before it ends, and its rest is not read; the next request is served."""
     engine = EdgeEngine()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(Settings(max_body_bytes=4096), Lone(engine))  # type: ignore[arg-type]
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+        config = uvicorn.Config(app, log_config=None, lifespan="on", http=BoundedProtocol)
+        server = uvicorn.Server(config)
         running = asyncio.create_task(server._serve([listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
-        head = b"POST /recommend HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
         writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"1\r\n \r\n")
         status, document = await _response(reader)
         assert (status, document["type"]) == (413, "/problems/body-too-large")
+        writer.write(chunk * 100)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
         body = json.dumps(ASK).encode()
-        writer.write(chunk * 100 + b"0\r\n\r\n" + head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert (await _response(reader))[0] == 200
         assert len(engine.calls) == 1
         writer.close()

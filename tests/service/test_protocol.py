@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 
 from service import protocol
-from service.protocol import MAX_HEAD_BYTES, BoundedHeadProtocol
+from service.protocol import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedProtocol, limited_protocol
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def counting_app(scope: Any, receive: Any, send: Any) -> None:
-    """Reads its body and says how long it was."""
+    """Reads its body and says how long it was; and which headers it has now, when something came after the body."""
     length, more = 0, True
     while more:
         message = await receive()
         length, more = length + len(message.get("body", b"")), message.get("more_body", False)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
-    await send({"type": "http.response.body", "body": f"{length:08}".encode()})
+    body = f"{length:08}".encode()
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]) and length == 2:
+        body = f"{length} hosts{len(scope['headers']) - 2}".encode()
+    await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    config = uvicorn.Config(counting_app, port=0, http=BoundedHeadProtocol, lifespan="off", log_config=None)
+    async with serving(BoundedProtocol) as port:
+        yield port
+
+
+@asynccontextmanager
+async def serving(kind: type[BoundedProtocol], app: Any = counting_app) -> AsyncIterator[int]:
+    config = uvicorn.Config(app, port=0, http=kind, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event to wait for
@@ -108,3 +123,216 @@ async def test_a_body_may_take_longer_than_a_head(port: int, monkeypatch: pytest
     writer.write(b"ok")
     assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"00000002")
     writer.close()
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    """Until the other side closes, be it rudely."""
+    found = b""
+    try:
+        while piece := await asyncio.wait_for(reader.read(65_536), 10):
+            found += piece
+    except ConnectionError:
+        pass
+    return found
+
+
+async def test_more_connections_than_there_is_room_for() -> None:
+    refused: list[str] = []
+    async with serving(limited_protocol(2, refused.append)) as port:
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for reader, writer in kept:  # answered, and so certainly connected
+            writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head, _, body = (await read_all(reader)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in head
+        assert json.loads(body)["type"] == "/problems/overloaded"
+        writer.close()
+        assert refused == ["connections"]
+        kept[0][1].close()
+        await read_all(kept[0][0])
+        assert (await exchange(port, HEAD + b"connection: close\r\ncontent-length: 2\r\n\r\nok")).endswith(b"00000002")
+        for _, writer in kept:
+            writer.close()
+
+
+async def test_too_many_headers_are_refused() -> None:
+    refused: list[str] = []
+    async with serving(limited_protocol(100, refused.append)) as port:
+        few = b"x-a: b\r\n" * (MAX_HEADERS - 3)  # with host, connection and content-length
+        rest = b"connection: close\r\ncontent-length: 2\r\n\r\nok"
+        assert (await exchange(port, HEAD + few + rest)).endswith(b"00000002")
+        answer = await exchange(port, HEAD + few + b"x-a: b\r\n" + rest)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"nosniff" in answer
+        assert refused == ["head"]
+
+
+async def test_trailers_are_not_headers_and_do_not_pile_up(port: int) -> None:
+    start = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+    assert (await exchange(port, start + b"x-api-key: late\r\n\r\n")).endswith(b"2 hosts1")
+    assert b" 431 " in await exchange(port, start + b"x-a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n")
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(start + b"x-long: ")
+    with suppress(ConnectionError):
+        for _ in range(1_000):  # 64 MB, if they were taken
+            writer.write(b"a" * 65_536)
+            await asyncio.wait_for(writer.drain(), 10)
+        pytest.fail("an endless trailer was read to its end")
+    writer.close()
+
+
+async def test_a_body_in_crumbs_is_refused(port: int) -> None:
+    start = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    honest = b"40\r\n" + b"a" * 64 + b"\r\n"
+    assert (await exchange(port, start + honest * 5_000 + b"0\r\n\r\n")).endswith(b"%08d" % (64 * 5_000))
+    assert b" 400 " in await exchange(port, start + b"1\r\na\r\n" * 5_000 + b"0\r\n\r\n")
+
+
+async def test_requests_sent_far_ahead_are_cut_off(port: int) -> None:
+    request = HEAD + b"content-length: 2\r\n\r\nok"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request * MAX_PIPELINED)
+    for _ in range(MAX_PIPELINED):
+        await asyncio.wait_for(reader.readuntil(b"00000002"), 10)
+    writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request * 3_000)
+    assert (await read_all(reader)).count(b"00000002") < 3_000
+    writer.close()
+
+
+async def test_an_answer_under_way_is_not_overtaken_by_a_refusal() -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_app(scope: Any, receive: Any, send: Any) -> None:
+        asked.set()
+        await go_on.wait()
+        await counting_app(scope, receive, send)
+
+    async with serving(BoundedProtocol, slow_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        await asked.wait()
+        writer.write(b"nonsense\r\n\r\n")
+        await asyncio.sleep(0.05)
+        go_on.set()
+        answer = await read_all(reader)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(b"00000002")
+        writer.close()
+
+
+async def test_whoever_reads_a_broken_body_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    found = asyncio.get_running_loop().create_future()
+
+    async def reading_app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request" and message["more_body"]:
+            pass
+        found.set_result(message["type"])
+        await counting_app(scope, receive, send)
+
+    async with serving(BoundedProtocol, reading_app) as port:
+        answer = await exchange(port, HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\nnonsense\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert await asyncio.wait_for(found, 10) == "http.disconnect"
+    assert not caplog.records
+
+
+async def early_app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers before it has read anything."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+async def test_what_comes_after_the_answer_is_not_read_to_its_end() -> None:
+    async with serving(BoundedProtocol, early_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 64000000\r\n\r\n")
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+        with suppress(ConnectionError):
+            for _ in range(1_000):
+                writer.write(b"a" * 64_000)
+                await asyncio.wait_for(writer.drain(), 10)
+            pytest.fail("64 MB were read for nothing")
+        writer.close()
+
+
+async def test_a_short_rest_is_read_and_the_connection_kept() -> None:
+    async with serving(BoundedProtocol, early_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(5):
+            writer.write(HEAD + b"content-length: 500000\r\n\r\n")
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+            writer.write(b"a" * 500_000)
+            await asyncio.wait_for(reader.readuntil(b"no"), 10)
+        writer.close()
+
+
+async def test_a_rest_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "DISCARD_TIMEOUT_S", 0.2)
+    async with serving(BoundedProtocol, early_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 1000\r\n\r\n")
+        closed = asyncio.create_task(read_all(reader))
+        while not closed.done():  # one byte after the other would keep it open for ever
+            with suppress(ConnectionError):
+                writer.write(b"a")
+            await asyncio.sleep(0.02)
+        assert (await closed).endswith(b"no")
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.2)
+    sent, ended = 0, asyncio.Event()
+
+    async def streaming_app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            for _ in range(10_000):
+                await send({"type": "http.response.body", "body": b"a" * 65_536, "more_body": True})
+                sent += 65_536
+                await asyncio.sleep(0)
+                if scope["extensions_gone"]():
+                    break
+        finally:
+            ended.set()
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        gone = asyncio.create_task(_gone(receive))
+        await streaming_app({**scope, "extensions_gone": gone.done}, receive, send)
+        await gone
+
+    async with serving(BoundedProtocol, watched) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1_024)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 20)
+        assert sent < 64 * 2**20  # what the system's own buffers took, and no more
+        writer.close()
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+ASK_FOR_ROOM = """
+import resource, sys
+from service.server import RESERVED_DESCRIPTORS, room_for_connections
+soft, hard, wanted = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(room_for_connections(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "room", "raised"),
+    [(256, 4_096, 2_048, 2_048, 2_560), (4_096, 4_096, 2_048, 2_048, 4_096), (1_024, 1_024, 2_048, 512, 1_024)],
+)
+def test_the_store_is_left_descriptors(soft: int, hard: int, wanted: int, room: int, raised: int) -> None:
+    command = [sys.executable, "-c", ASK_FOR_ROOM, *map(str, (soft, hard, wanted))]
+    said = subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1]
+    assert said == f"{room} {raised}"

@@ -14,6 +14,7 @@ import pytest
 from models.presets import build_learner
 from service import scorer as scorer_module
 from service.errors import Overloaded
+from service.metrics import Metrics
 from service.scorer import Scorer
 from service.served import ArmScores, ScoreRequest, ServedModel
 from tests.worker.workshop import CPU, INPUTS, features, small
@@ -65,7 +66,7 @@ async def answers(tasks: Sequence[asyncio.Task[ArmScores]]) -> list[Any]:
 async def test_requests_that_wait_are_scored_together_and_answered_each(busy: tuple[Executor, Event]) -> None:
     compute, free = busy
     model, sizes = watched()
-    scorer = Scorer(model, compute)
+    scorer = Scorer(model, compute, Metrics().of("shop"))
     requests = [ask(seed, 1 + seed % 4) for seed in range(20)]
     tasks = await all_waiting(*(scorer.score(request) for request in requests))
     free.set()
@@ -81,7 +82,7 @@ async def test_batches_have_limits(busy: tuple[Executor, Event], monkeypatch: py
     monkeypatch.setattr(scorer_module, "BATCH_ARMS", 6)
     compute, free = busy
     model, sizes = watched()
-    scorer = Scorer(model, compute)
+    scorer = Scorer(model, compute, Metrics().of("shop"))
     tasks = await all_waiting(*(scorer.score(ask(seed, arms)) for seed, arms in enumerate((1, 1, 1, 1, 1, 5, 2, 9, 1))))
     free.set()
     assert [len(scores.mean) for scores in await answers(tasks)] == [1, 1, 1, 1, 1, 5, 2, 9, 1]
@@ -104,7 +105,7 @@ async def test_no_batch_is_larger_than_its_limit_once_padded(
         return score(requests)
 
     model.score = noted  # type: ignore[method-assign]
-    scorer = Scorer(model, compute)
+    scorer = Scorer(model, compute, Metrics().of("shop"))
     arms = (2, 2, 2, 10, 1, 1, 1, 6, 5, 4, 4, 4, 20, 1)
     tasks = await all_waiting(*(scorer.score(ask(seed, count)) for seed, count in enumerate(arms)))
     free.set()
@@ -116,7 +117,7 @@ async def test_no_batch_is_larger_than_its_limit_once_padded(
 async def test_too_many_waiting_are_turned_away(busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scorer_module, "WAITING_REQUESTS_MAX", 5)
     compute, free = busy
-    scorer = Scorer(watched()[0], compute)
+    scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
     tasks = await all_waiting(*(scorer.score(ask(seed)) for seed in range(12)))
     free.set()
     scored = await answers(tasks)
@@ -127,7 +128,7 @@ async def test_too_many_waiting_are_turned_away(busy: tuple[Executor, Event], mo
 
 
 async def test_a_batch_that_fails_is_told_and_the_next_is_scored(compute: Executor) -> None:
-    scorer = Scorer(watched()[0], compute)
+    scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError):
             await scorer.score(BROKEN)
@@ -139,7 +140,7 @@ async def test_nobody_hangs_beside_a_broken_request(
 ) -> None:
     monkeypatch.setattr(scorer_module, "BATCH_REQUESTS", 3)
     compute, free = busy
-    scorer = Scorer(watched()[0], compute)
+    scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
     tasks = await all_waiting(
         *(scorer.score(request) for request in (ask(1), ask(2), BROKEN, ask(3), ask(4), ask(5), ask(6)))
     )
@@ -152,7 +153,7 @@ async def test_nobody_hangs_beside_a_broken_request(
 
 async def test_a_client_that_went_away_does_not_matter(busy: tuple[Executor, Event]) -> None:
     compute, free = busy
-    scorer = Scorer(watched()[0], compute)
+    scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
     tasks = await all_waiting(*(scorer.score(ask(seed)) for seed in range(4)))
     tasks[2].cancel()
     free.set()
@@ -163,7 +164,7 @@ async def test_a_client_that_went_away_does_not_matter(busy: tuple[Executor, Eve
 async def test_after_the_end_requests_fail_and_do_not_wait() -> None:
     compute = ThreadPoolExecutor(max_workers=1)
     compute.shutdown()
-    scorer = Scorer(watched()[0], compute)
+    scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError):
             await scorer.score(ask(1))
