@@ -117,7 +117,7 @@ class Decider:
 
     def _choose(self, command: RecommendCommand, decision_id: str, scores: ArmScores) -> Slate:
         if command.min_version is not None and scores.epoch < command.min_version:
-            raise _not_reached(command.min_version)  # it was, and the store has lost it since
+            raise _not_reached()  # it was, and the store has lost it since
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
             raise InvalidInput(
@@ -129,7 +129,7 @@ class Decider:
     async def _reach(self, serving: Serving, version: int) -> None:
         """Wait until an epoch is served that is at least this one."""
         if not await serving.replica.wait_epoch(version, self._settings.wait_applied_timeout_s):
-            raise _not_reached(version)
+            raise _not_reached()
 
     async def _replayed(self, command: RecommendCommand, decision: Decision, store: Errands) -> Recommendation:
         """A decision that was made before, by whomever."""
@@ -172,5 +172,5 @@ class Decider:
             ) from error
 
 
-def _not_reached(version: int) -> VersionNotReached:
-    return VersionNotReached(f"Epoch {version} is not served here yet; try again later.")
+def _not_reached() -> VersionNotReached:
+    return VersionNotReached("An epoch of this number is not served here yet; try again later.")
