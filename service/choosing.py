@@ -163,7 +163,7 @@ class Chooser:
         self, command: RecommendCommand, decision_id: str, candidates: Candidates, policy: Policy, scores: ArmScores
     ) -> Slate:
         if command.min_version is not None and scores.epoch < command.min_version:
-            raise _not_reached(command.min_version)  # it was, and the store has lost it since
+            raise _not_reached()  # it was, and the store has lost it since
         sound = np.isfinite(scores.mean + scores.bonus)
         if not sound.all():
             raise candidates.refusal(int(sound.argmin()), "are too large for the learner to tell a score")
@@ -173,8 +173,8 @@ class Chooser:
     async def _reach(self, serving: Serving, version: int) -> None:
         """Wait until an epoch is served that is at least this one."""
         if not await serving.replica.wait_epoch(version, self._live.settings.wait_applied_timeout_s):
-            raise _not_reached(version)
+            raise _not_reached()
 
 
-def _not_reached(version: int) -> VersionNotReached:
-    return VersionNotReached(f"Epoch {version} is not served here yet; try again later.")
+def _not_reached() -> VersionNotReached:
+    return VersionNotReached("An epoch of this version is not served here yet; try again later.")

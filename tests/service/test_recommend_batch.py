@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import structlog
 from edge_engine import EdgeEngine, edge
 from redis.asyncio import Redis
 
@@ -116,17 +117,21 @@ class Moody(EdgeEngine):
 
 
 async def test_every_error_is_told_as_outside() -> None:
-    async with edge(Moody()) as client:
-        users = [*Moody.errors, "u"]
-        batch = [{**ASK, "user_id": user} for user in users]
-        results = (await client.post("/recommend/batch", json={"requests": batch})).json()["results"]
-        for user, result, request in zip(users, results, batch, strict=True):
-            alone = await client.post("/recommend", json=request)
-            assert result["status"] == alone.status_code, user
-            if user != "u":
-                assert {**result["problem"], "instance": ""} == {**alone.json(), "instance": ""}
-                assert "secret" not in str(result)
-        assert results[-1]["status"] == 200
+    users = [*Moody.errors, "u"]
+    batch = [{**ASK, "user_id": user} for user in users]
+    with structlog.testing.capture_logs() as lines:
+        async with edge(Moody()) as client:
+            results = (await client.post("/recommend/batch", json={"requests": batch})).json()["results"]
+            within = [line["event"] for line in lines]
+            for user, result, request in zip(users, results, batch, strict=True):
+                alone = await client.post("/recommend", json=request)
+                assert result["status"] == alone.status_code, user
+                if user != "u":
+                    assert {**result["problem"], "instance": ""} == {**alone.json(), "instance": ""}
+                    assert "secret" not in str(result)
+    assert results[-1]["status"] == 200
+    logged = {"store_unavailable", "store_reset", "backlog_full", "not_replicated", "unexpected_error"}
+    assert logged <= set(within)
 
 
 async def test_decisions_are_counted() -> None:
