@@ -158,11 +158,11 @@ def feedback(
 ) -> Call[FeedbackResult]:
     """Report how an arm of a decision went; `arm_id` may be left out when one was chosen.
 
-    The reward counts once per `event_id`, which is made up here when it is left out: a retry inside this call never
-    counts twice, a second call is another reward. `wait_applied` waits until the service has learned it.
+    A reward counts once per `event_id`. Left out, that is the decision and the arm: sent again, by a retry here or by
+    the application, it never counts twice. Several rewards of one arm need an id each. `wait_applied` waits until the
+    service has learned it.
     """
-    event = Reward(decision_id, reward, arm_id, **({} if event_id is None else {"event_id": event_id}))
-    return _feedback(event.json(), wait_applied=wait_applied)
+    return _feedback(Reward(decision_id, reward, arm_id, event_id).json(), wait_applied=wait_applied)
 
 
 def feedback_batch(rewards: Sequence[Reward], *, wait_applied: bool = False) -> Call[FeedbackResult]:

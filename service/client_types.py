@@ -76,13 +76,15 @@ class Reward:
     reward: float
     #: May be left out when one arm was chosen.
     arm_id: str | None = None
-    #: Counts once. One is made up when left out: sending the same object again is safe.
-    event_id: str = field(default_factory=lambda: uuid4().hex)
+    #: Counts once. Left out, it is the decision and the arm: each arm of a decision has one reward, however often it is
+    #: sent; several of one arm (a click, later a purchase) need an id each.
+    event_id: str | None = None
 
     def json(self) -> JsonObject:
         """The body, or one of its events."""
-        body: JsonObject = {"decision_id": self.decision_id, "reward": self.reward, "event_id": self.event_id}
-        return body if self.arm_id is None else body | {"arm_id": self.arm_id}
+        body: JsonObject = {"decision_id": self.decision_id, "reward": self.reward}
+        optional = {"arm_id": self.arm_id, "event_id": self.event_id}
+        return body | {name: value for name, value in optional.items() if value is not None}
 
 
 # What is answered

@@ -175,7 +175,7 @@ def test_batches() -> None:
     assert len(heard.json["requests"][0]["decision_id"]) == 32
 
 
-def test_rewards_have_ids_of_their_own() -> None:
+def test_rewards_as_they_are_sent() -> None:
     answer = {"accepted": 1, "duplicates": 0, "rejected": [{"index": 0, "code": "late", "detail": "x", "new": 1}]}
     with Answering([Say(202, answer)]) as server, Metaban(server.url) as metaban:
         result = metaban.feedback("d", 1, arm_id="a", wait_applied=True)
@@ -184,10 +184,10 @@ def test_rewards_have_ids_of_their_own() -> None:
     assert result.applied is None
     single, batch = server.heard
     assert single.path == "/feedback?wait=applied"
-    assert single.json == {"decision_id": "d", "reward": 1, "arm_id": "a", "event_id": single.json["event_id"]}
-    first, second = batch.json["events"]
-    assert len({single.json["event_id"], first["event_id"], second["event_id"]}) == 3
-    assert second == {"decision_id": "e", "reward": 0, "event_id": "click-1"}
+    assert single.json == {"decision_id": "d", "reward": 1, "arm_id": "a"}
+    assert batch.json == {
+        "events": [{"decision_id": "d", "reward": 0.5}, {"decision_id": "e", "reward": 0, "event_id": "click-1"}]
+    }
 
 
 def test_unknown_members_are_ignored() -> None:

@@ -99,9 +99,6 @@ def test_users_of_any_name(metaban: Metaban, user_id: str) -> None:
     assert user.raw["samples"] == 1
     assert metaban.admin.forget(user_id).incarnation == 1
     assert metaban.admin.user(user_id).forgotten
-    with pytest.raises(Conflict) as caught:
-        metaban.feedback(decision.decision_id, 0)
-    assert caught.value.slug == "user-reset"
 
 
 def test_health(metaban: Metaban) -> None:
@@ -164,7 +161,7 @@ def test_nothing_counts_twice_when_answers_are_lost(service: Deployment, tmp_pat
     with Proxy(tmp_path / "p.sock", port_of(service), random.Random(5)) as proxy:
         transport = httpx.HTTPTransport(uds=str(proxy.socket))
         proxy.weather.reply_lost = 0.35
-        with Metaban("http://service", ADMIN.key, retries=30, deadline_s=120, transport=transport) as through:
+        with Metaban(service.url, ADMIN.key, retries=30, deadline_s=120, transport=transport) as through:
             decisions = [through.recommend("lossy", ARMS) for _ in range(QUESTIONS)]
             told = [through.feedback(decision.decision_id, 1.0) for decision in decisions]
         assert proxy.cuts > QUESTIONS / 2, "the network was too kind to show anything"
@@ -199,7 +196,7 @@ def test_what_must_not_be_repeated_is_not(service: Deployment, tmp_path: Path, m
     with Proxy(tmp_path / "p.sock", port_of(service), random.Random(7)) as proxy:
         proxy.weather.reply_lost = 1.0
         transport = httpx.HTTPTransport(uds=str(proxy.socket))
-        with Metaban("http://service", ADMIN.key, transport=transport) as through:
+        with Metaban(service.url, ADMIN.key, transport=transport) as through:
             with pytest.raises(ConnectionFailed) as caught:
                 through.admin.snapshots.create("perhaps")
             assert caught.value.sent
