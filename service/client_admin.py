@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -15,6 +15,7 @@ from service.client_errors import JobFailed
 from service.client_reading import parse, read
 from service.client_types import (
     Arm,
+    AuditLine,
     Features,
     Forgotten,
     Group,
@@ -22,8 +23,10 @@ from service.client_types import (
     Job,
     Letter,
     LetterOrder,
+    Namespace,
     Page,
     Replayed,
+    Settings,
     Snapshot,
     User,
     arm_json,
@@ -271,48 +274,76 @@ def wait_for_job(
 # Settings, audit and namespaces
 
 
-def get_config() -> Call[Mapping[str, Any]]:
-    """The settings of the namespace that can be changed while it runs."""
-    return Call("GET", "/admin/config", as_mapping)
+def get_config() -> Call[Settings]:
+    """The settings of the namespace that can be changed while it is served."""
+    return Call("GET", "/admin/config", as_answer(Settings))
 
 
-def patch_config(changes: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Change settings; None goes back to the deployment's default."""
+def patch_config(changes: Mapping[str, Any], *, revision: int | None = None) -> Call[Settings]:
+    """Change settings; None goes back to the deployment's. With `revision`: only if nobody else has changed any since,
+    otherwise raises Conflict."""
     return Call(
         "PATCH",
         "/admin/config",
-        as_mapping,
-        content=encoded(dict(changes)),
+        as_answer(Settings),
+        query(revision=revision),
+        encoded(dict(changes)),
         media_type="application/merge-patch+json",
+        # A retry would find the revision changed by the try before it.
+        repeatable=revision is None,
     )
 
 
-def list_audit(*, limit: int | None = None, cursor: str | None = None) -> Call[Page[Mapping[str, Any]]]:
-    """Who changed what when, a page of it."""
-    reader: Callable[[httpx.Response], Page[Any]] = as_page(dict, "entries")
-    return Call("GET", "/admin/audit", reader, query(limit=limit, cursor=cursor))
+def list_audit(*, limit: int | None = None, cursor: str | None = None) -> Call[Page[AuditLine]]:
+    """Who changed what when, the newest first: a page of it."""
+    return Call("GET", "/admin/audit", as_page(AuditLine, "lines"), query(limit=limit, cursor=cursor))
 
 
-def iterate_audit(*, limit: int | None = None) -> Pages[Mapping[str, Any]]:
-    """All of it, `limit` entries with every request."""
+def iterate_audit(*, limit: int | None = None) -> Pages[AuditLine]:
+    """All of it, `limit` lines with every request."""
     return Pages(lambda cursor: list_audit(limit=limit, cursor=cursor))
 
 
-def list_namespaces() -> Call[Sequence[Mapping[str, Any]]]:
+def list_namespaces() -> Call[tuple[Namespace, ...]]:
     """The namespaces of the store."""
-    reader: Callable[[httpx.Response], Sequence[Any]] = as_list(dict, "namespaces")
-    return Call("GET", "/admin/namespaces", reader, of_namespace=False)
+    return Call("GET", "/admin/namespaces", as_list(Namespace, "namespaces"), of_namespace=False)
 
 
-def create_namespace(name: str, **settings: Any) -> Call[Mapping[str, Any]]:
-    """A new namespace; raises Conflict when there is one of that name."""
-    content = encoded({"name": name, **settings})
-    return Call("POST", "/admin/namespaces", as_mapping, content=content, repeatable=False, of_namespace=False)
+def create_namespace(
+    name: str,
+    *,
+    preset: str | None = None,
+    learner: Mapping[str, Any] | None = None,
+    partitions: int | None = None,
+    seed: int | None = None,
+    hash_dimension: int | None = None,
+    context_products: bool | None = None,
+    intercept: bool | None = None,
+    arm_features: int | None = None,
+    context_features: int | None = None,
+) -> Call[Namespace]:
+    """A new recommender; what is left out is as in the deployment. Raises Conflict when there is one of that name."""
+    wanted = {
+        "name": name,
+        "preset": preset,
+        "learner": learner and dict(learner),
+        "partitions": partitions,
+        "seed": seed,
+        "hash_dimension": hash_dimension,
+        "context_products": context_products,
+        "intercept": intercept,
+        "arm_features": arm_features,
+        "context_features": context_features,
+    }
+    content = encoded({name: value for name, value in wanted.items() if value is not None})
+    return Call(
+        "POST", "/admin/namespaces", as_answer(Namespace), content=content, repeatable=False, of_namespace=False
+    )
 
 
-def get_namespace(name: str) -> Call[Mapping[str, Any]]:
+def get_namespace(name: str) -> Call[Namespace]:
     """One namespace."""
-    return Call("GET", f"/admin/namespaces/{segment(name)}", as_mapping, of_namespace=False)
+    return Call("GET", f"/admin/namespaces/{segment(name)}", as_answer(Namespace), of_namespace=False)
 
 
 def delete_namespace(name: str) -> Call[None]:

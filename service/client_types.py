@@ -355,5 +355,44 @@ class Job:
     error: str | None
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What can be changed in a namespace while it is served, as it is now; `overridden` differs from the deployment."""
+
+    namespace: str
+    #: Grows with every change.
+    revision: int
+    settings: Mapping[str, Any]
+    overridden: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AuditLine:
+    """One thing that an admin did; `actor` is the beginning of the digest of their key."""
+
+    at_ms: int
+    actor: str
+    action: str
+    target: str
+    request_id: str
+    detail: Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One recommender of a deployment; dimension and layout are None until the first request shows them."""
+
+    name: str
+    preset: str
+    partitions: int
+    dimension: int | None
+    layout: Mapping[str, Any] | None
+    overridden: tuple[str, ...]
+    revision: int
+
+
 ImportMode: TypeAlias = Literal["upsert", "replace"]
 LetterOrder: TypeAlias = Literal["newest", "oldest"]

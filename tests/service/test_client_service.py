@@ -112,6 +112,7 @@ def test_health(metaban: Metaban) -> None:
 def test_snapshots_and_jobs(metaban: Metaban) -> None:
     decision = metaban.recommend("kept", ARMS)
     metaban.feedback(decision.decision_id, 1, wait_applied=True)
+    eventually(lambda: metaban.recommend("kept", ARMS).model_version > 0, "there is an epoch to keep")
     seen: list[Job] = []
     started = metaban.admin.snapshots.create("before")
     job = metaban.admin.wait_for_job(started.id, on_progress=seen.append)
@@ -136,6 +137,33 @@ def test_dead_letters(metaban: Metaban) -> None:
     for call in (metaban.admin.dead_letters.replay, metaban.admin.dead_letters.discard):
         with pytest.raises(NotFound):
             call(0, "1767225600000-0")
+
+
+def test_namespaces_settings_and_audit(metaban: Metaban, service: Deployment) -> None:
+    made = metaban.admin.namespaces.create("shop", arm_features=3, seed=4)
+    assert (made.name, made.dimension) == ("shop", 4)
+    assert metaban.admin.namespaces.get("shop") == made
+    assert {"default", "shop"} <= {each.name for each in metaban.admin.namespaces.list()}
+    with pytest.raises(Conflict) as caught:
+        metaban.admin.namespaces.create("shop")
+    assert caught.value.slug == "namespace-exists"
+    with Metaban(service.url, ADMIN.key, "shop") as shop:
+        assert shop.recommend("ada", {"a": [1, 2, 3], "b": [3, 2, 1]}).cold_start == "meta"
+        with pytest.raises(InvalidInput):
+            shop.recommend("ada", ARMS)
+        before = shop.admin.config.get()
+        after = shop.admin.config.patch({"epsilon": 0.5}, revision=before.revision)
+        assert (after.namespace, after.settings["epsilon"], after.overridden) == ("shop", 0.5, ("epsilon",))
+        with pytest.raises(Conflict):
+            shop.admin.config.patch({"epsilon": 0.1}, revision=before.revision)
+        assert shop.admin.config.patch({"epsilon": None}).settings == before.settings
+        lines = list(shop.admin.iterate_audit(limit=1))
+        assert [line.action for line in lines[:2]] == ["PATCH /admin/config"] * 2
+        assert shop.admin.audit(limit=1).items == (lines[0],)
+    assert metaban.admin.config.get().settings["epsilon"] == 0.02
+    assert metaban.admin.namespaces.delete("shop") is None
+    with pytest.raises(NotFound):
+        metaban.admin.namespaces.delete("shop")
 
 
 async def test_the_asyncio_client(service: Deployment) -> None:
