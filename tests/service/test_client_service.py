@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from service.client_errors import (
     ConnectionFailed,
     Forbidden,
     InvalidInput,
+    JobFailed,
     NotFound,
     Unauthorized,
 )
@@ -112,10 +114,16 @@ def test_health(metaban: Metaban) -> None:
 def test_snapshots_and_jobs(metaban: Metaban) -> None:
     decision = metaban.recommend("kept", ARMS)
     metaban.feedback(decision.decision_id, 1, wait_applied=True)
-    eventually(lambda: metaban.recommend("kept", ARMS).model_version > 0, "there is an epoch to keep")
     seen: list[Job] = []
-    started = metaban.admin.snapshots.create("before")
-    job = metaban.admin.wait_for_job(started.id, on_progress=seen.append)
+
+    def taken() -> bool:
+        """Fails until the worker has published its first epoch."""
+        with suppress(JobFailed):
+            metaban.admin.wait_for_job(metaban.admin.snapshots.create("before").id, on_progress=seen.append)
+        return seen[-1].state == "done"
+
+    eventually(taken, "a snapshot is taken")
+    job = metaban.admin.jobs.get(seen[-1].id)
     assert (job.kind, job.state, seen[-1]) == ("snapshot-create", "done", job)
     (snapshot,) = metaban.admin.snapshots.list(verify=True)
     assert (snapshot.name, snapshot.intact) == ("before", True)
