@@ -77,7 +77,7 @@ def draw(story: Story, path: Path) -> None:
         mean_so_far = np.cumsum(values[first]) / np.arange(1, first.sum() + 1)
         newcomers.plot(np.arange(1, first.sum() + 1), mean_so_far, color=colours[name])
     rounds.set(title="all users", xlabel="round", ylabel=f"expected reward, mean of {WINDOW} rounds", ylim=(0, 1))
-    newcomers.set(title="first decisions for new users", xlabel="new users so far")
+    newcomers.set(title="first decisions for new users, mean so far", xlabel="new users so far")
     rounds.legend(loc="upper left", frameon=False)
     for axes in (rounds, newcomers):
         axes.grid(alpha=0.3)

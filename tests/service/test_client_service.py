@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -29,6 +31,7 @@ from tests.valkeys import eventually
 
 CLIENT, ADMIN = FreshKey.generate(), FreshKey.generate()
 ARMS = {"espresso": [1.0, 0.0], "sencha": [0.0, 1.0], "croissant": [1.0, 1.0]}
+ROOT = Path(__file__).resolve().parents[2]
 #: Questions asked through a network that loses one answer in three.
 QUESTIONS = 16
 
@@ -239,3 +242,21 @@ def test_what_must_not_be_repeated_is_not(service: Deployment, tmp_path: Path, m
         assert proxy.cuts == 1
     eventually(lambda: len(metaban.admin.snapshots.list()) > before, "the snapshot is taken")
     assert [snapshot.name for snapshot in metaban.admin.snapshots.list()].count("perhaps") == 1
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert 'Metaban("http://127.0.0.1:8000")' in example
+    with Deployment(tmp_path) as service:
+        made: dict[str, Any] = {}
+        exec(compile(example.replace("http://127.0.0.1:8000", service.url), "README.md", "exec"), made)  # noqa: S102
+        assert made["decision"].arm_id in made["menu"]
+        with Metaban(service.url) as metaban:
+            eventually(lambda: _learned(metaban, "ada") == 1, "the reward of the example is learned")
+
+
+def _learned(metaban: Metaban, user_id: str) -> int:
+    try:
+        return metaban.admin.user(user_id).version
+    except NotFound:
+        return 0
