@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
 from service.errors import ServiceError
+from service.openapi_links import complete
 from service.problems import MEDIA_TYPE
 from service.schemas import Problem
 from service.settings import Settings
@@ -88,6 +89,7 @@ def _schema(app: FastAPI, settings: Settings, bodies: Sequence[type[BaseModel]])
         asked[name]["anyOf"][0]["maxItems"] = settings.max_arms
     for features in _with_type(components["ArmIn"], "array"):
         features["maxItems"] = settings.max_dimension
+    complete(schema)
     return schema
 
 
