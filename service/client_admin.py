@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
 import httpx
 
-from service.client_calls import as_answer, as_list, as_mapping, as_page, encoded, ignored, query, segment
-from service.client_core import Call, Lines, Pages, Pause, Policy, Steps
-from service.client_errors import JobFailed
-from service.client_reading import parse, read
-from service.client_types import (
+from service.client_admin_types import (
     Arm,
     AuditLine,
-    Features,
     Forgotten,
     Group,
     ImportMode,
@@ -28,10 +23,14 @@ from service.client_types import (
     Replayed,
     Settings,
     Snapshot,
+    Stream,
     User,
-    arm_json,
-    features_json,
 )
+from service.client_calls import as_answer, as_list, as_page, encoded, ignored, query, segment
+from service.client_core import Call, Lines, Pages, Pause, Policy, Steps
+from service.client_errors import JobFailed
+from service.client_reading import parse, read
+from service.client_types import Features, arm_json, features_json
 
 #: Pieces that an import is sent in.
 CHUNK_BYTES: Final = 65_536
@@ -65,14 +64,23 @@ def create_arm(arm_id: str, features: Features) -> Call[Arm]:
     return Call("POST", "/admin/arms", as_answer(Arm), content=content, repeatable=False)
 
 
-def put_arm(arm_id: str, features: Features) -> Call[Arm]:
-    """A new arm, or other features for one that is there."""
-    return Call("PUT", _arm_path(arm_id), as_answer(Arm), content=encoded({"features": features_json(features)}))
+def put_arm(arm_id: str, features: Features, *, version: int | None = None) -> Call[Arm]:
+    """A new arm, or other features for one that is there. With `version`: only if the arm has that one (0: if there is
+    none), otherwise raises Conflict."""
+    return Call(
+        "PUT",
+        _arm_path(arm_id),
+        as_answer(Arm),
+        query(version=version),
+        encoded({"features": features_json(features)}),
+        # A retry would find the version changed by the try before it.
+        repeatable=version is None,
+    )
 
 
-def delete_arm(arm_id: str) -> Call[None]:
-    """Take an arm out of the catalogue."""
-    return Call("DELETE", _arm_path(arm_id), ignored, deletes=True)
+def delete_arm(arm_id: str, *, version: int | None = None) -> Call[None]:
+    """Take an arm out of the catalogue; with `version`, only if it has that one."""
+    return Call("DELETE", _arm_path(arm_id), ignored, query(version=version), repeatable=version is None, deletes=True)
 
 
 def _arm_path(arm_id: str) -> str:
@@ -133,37 +141,34 @@ def _pieces_of_file(path: Path) -> Iterator[bytes]:
 
 
 def groups(
-    user_id: str, *, arm_id: str | None = None, features: Features | None = None, context: Features | None = None
+    user_id: str,
+    *,
+    arm_id: str | None = None,
+    features: Features | None = None,
+    context: Features | None = None,
+    limit: int | None = None,
 ) -> Call[Group]:
-    """Who agrees with a user about an arm: one of the catalogue, or any by its features."""
+    """Who agrees with a user about an arm: one of the catalogue, or any by its features; lists the `limit` nearest."""
     if (arm_id is None) == (features is None):
         raise ValueError("name an arm of the catalogue by arm_id, or give the features of one")
     if features is None:
-        return Call("GET", "/admin/groups", as_answer(Group), query(user_id=user_id, arm_id=arm_id))
-    body = {"user_id": user_id, "features": features_json(features)}
+        return Call("GET", "/admin/groups", as_answer(Group), query(user_id=user_id, arm_id=arm_id, limit=limit))
+    body: dict[str, Any] = {"user_id": user_id, "features": features_json(features)}
     if context is not None:
         body["context"] = features_json(context)
+    if limit is not None:
+        body["limit"] = limit
     return Call("POST", "/admin/groups", as_answer(Group), content=encoded(body))
 
 
 def user(user_id: str, *, events: int | None = None) -> Call[User]:
-    """What is stored of a user; with `events`, so many of their latest ones in `raw`."""
-
-    def read_user(response: httpx.Response) -> User:
-        document = parse(response.content)
-        return replace(read(User, document), raw=document)
-
-    return Call("GET", _user_path(user_id), read_user, query(events=events))
+    """What is stored of a user, with so many of their latest events."""
+    return Call("GET", _user_path(user_id), as_answer(User), query(events=events))
 
 
 def forget(user_id: str) -> Call[Forgotten]:
-    """Forget everything about a user. After a retry the counts in `raw` may be of what the first try left."""
-
-    def read_forgotten(response: httpx.Response) -> Forgotten:
-        document = parse(response.content)
-        return replace(read(Forgotten, document), raw=document)
-
-    return Call("DELETE", _user_path(user_id), read_forgotten)
+    """Forget everything about a user. After a retry `removed` may count what the try before it left."""
+    return Call("DELETE", _user_path(user_id), as_answer(Forgotten))
 
 
 def _user_path(user_id: str) -> str:
@@ -173,9 +178,9 @@ def _user_path(user_id: str) -> str:
 # Events
 
 
-def stream() -> Call[Mapping[str, Any]]:
-    """How the stream of rewards is doing."""
-    return Call("GET", "/admin/stream", as_mapping)
+def stream() -> Call[Stream]:
+    """How rewards are doing on their way to the learner."""
+    return Call("GET", "/admin/stream", as_answer(Stream))
 
 
 def list_letters(

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from service.client_admin_types import Page
 from service.client_core import Call
 from service.client_errors import api_error
 from service.client_reading import member, parse, read
@@ -23,7 +24,6 @@ from service.client_types import (
     Features,
     FeedbackResult,
     Live,
-    Page,
     Ready,
     Reward,
 )
@@ -86,11 +86,6 @@ def as_list(answer: type[T], name: str) -> Callable[[httpx.Response], tuple[T, .
         return items
 
     return read_list
-
-
-def as_mapping(response: httpx.Response) -> Mapping[str, Any]:
-    """Reads an answer whose members are not known beforehand."""
-    return read(dict, parse(response.content))
 
 
 def ignored(response: httpx.Response) -> None:

@@ -19,9 +19,9 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, final
 
 import httpx
 
+from service.client_admin_types import Page
 from service.client_errors import ApiError, ConnectionFailed, MetabanError, UnexpectedAnswer, api_error
 from service.client_reading import parse
-from service.client_types import Page
 
 T_co = TypeVar("T_co", covariant=True)
 

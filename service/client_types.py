@@ -1,10 +1,13 @@
-"""What is asked of the service, and what it answers, as an application sees it."""
+"""What is asked of the service, and what it answers, as an application sees it.
+
+`service.client_admin_types` has what administrators are answered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, final
 from uuid import uuid4
 
 from service.client_errors import ApiError, MetabanError
@@ -12,7 +15,6 @@ from service.client_errors import ApiError, MetabanError
 #: A list of numbers, or named numbers, strings and booleans: the same kind for all arms of a namespace.
 Features: TypeAlias = Sequence[float] | Mapping[str, float | str | bool]
 JsonObject: TypeAlias = dict[str, Any]
-Element = TypeVar("Element")
 
 
 def features_json(features: Features) -> list[float] | JsonObject:
@@ -202,197 +204,3 @@ class Ready:
     def ok(self) -> bool:
         """Whether requests may be sent."""
         return self.status != "not ready"
-
-
-# What administrators are answered
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Page(Generic[Element]):
-    """A part of a list; ask for the next one with `cursor`, which is None on the last."""
-
-    items: tuple[Element, ...]
-    cursor: str | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """An arm of the catalogue."""
-
-    id: str
-    features: tuple[float, ...] | Mapping[str, float | str | bool]
-    version: int
-    updated_ms: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A user who agrees about an arm."""
-
-    user_id: str
-    prediction: float
-    distance: float
-    events: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The users who agree with one about an arm."""
-
-    prediction: float
-    threshold: float
-    group_size: int
-    pool_size: int
-    sampled: bool
-    members: tuple[Member, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class User:
-    """What is stored of a user; `raw` has all that was answered."""
-
-    user_id: str
-    incarnation: int
-    version: int
-    epoch: int | None
-    samples: int
-    resident: bool
-    forgotten: bool
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """A user who began anew; `raw` counts what was removed."""
-
-    user_id: str
-    incarnation: int
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LetterEvent:
-    """The reward that could not be learned."""
-
-    user_id: str
-    incarnation: int
-    decision_id: str
-    arm_id: str
-    event_id: str
-    reward: float
-    received_ms: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Letter:
-    """An event that was given up on."""
-
-    partition: int
-    letter_id: str
-    reason: str
-    attempts: int
-    buried_ms: int
-    event: LetterEvent | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What became of the letters that were put back; call again with `cursor` while it is not None."""
-
-    replayed: int
-    refused: int
-    cursor: str | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Everything learned, in a file; of one that cannot be read only id and size are known."""
-
-    id: str
-    size: int
-    name: str = ""
-    namespace: str | None = None
-    created_ms: int | None = None
-    users: int | None = None
-    events: int | None = None
-    epoch: int | None = None
-    intact: bool | None = None
-    problem: str | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a job is."""
-
-    doing: str
-    done: int
-    total: int | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Work that goes on after the request: `running`, `done` or `failed`."""
-
-    id: str
-    kind: str
-    state: str
-    started_ms: int
-    finished_ms: int | None
-    progress: Progress
-    result: Mapping[str, Any] | None
-    error: str | None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What can be changed in a namespace while it is served, as it is now; `overridden` differs from the deployment."""
-
-    namespace: str
-    #: Grows with every change.
-    revision: int
-    settings: Mapping[str, Any]
-    overridden: tuple[str, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AuditLine:
-    """One thing that an admin did; `actor` is the beginning of the digest of their key."""
-
-    at_ms: int
-    actor: str
-    action: str
-    target: str
-    request_id: str
-    detail: Mapping[str, Any]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """One recommender of a deployment; dimension and layout are None until the first request shows them."""
-
-    name: str
-    preset: str
-    partitions: int
-    dimension: int | None
-    layout: Mapping[str, Any] | None
-    overridden: tuple[str, ...]
-    revision: int
-
-
-ImportMode: TypeAlias = Literal["upsert", "replace"]
-LetterOrder: TypeAlias = Literal["newest", "oldest"]

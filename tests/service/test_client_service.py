@@ -16,6 +16,7 @@ import pytest
 from bench.deployment import Deployment
 from service.auth import FreshKey
 from service.client import AsyncMetaban, Metaban, Reward
+from service.client_admin_types import Job
 from service.client_errors import (
     Conflict,
     ConnectionFailed,
@@ -25,7 +26,6 @@ from service.client_errors import (
     NotFound,
     Unauthorized,
 )
-from service.client_types import Job
 from tests.chaos.proxy import Proxy
 from tests.valkeys import eventually
 
@@ -101,8 +101,10 @@ def test_users_of_any_name(metaban: Metaban, user_id: str) -> None:
     metaban.feedback(decision.decision_id, 1, wait_applied=True)
     user = metaban.admin.user(user_id)
     assert (user.user_id, user.version, user.forgotten) == (user_id, 1, False)
-    assert user.raw["samples"] == 1
-    assert metaban.admin.forget(user_id).incarnation == 1
+    assert (user.samples, user.events, user.traces) == (1, (), None)
+    assert [event.arm_id for event in metaban.admin.user(user_id, events=5).events] == [decision.arm_id]
+    forgotten = metaban.admin.forget(user_id)
+    assert (forgotten.incarnation, forgotten.removed.samples) == (1, 1)
     assert metaban.admin.user(user_id).forgotten
 
 
@@ -175,6 +177,48 @@ def test_namespaces_settings_and_audit(metaban: Metaban, service: Deployment) ->
     assert metaban.admin.namespaces.delete("shop") is None
     with pytest.raises(NotFound):
         metaban.admin.namespaces.delete("shop")
+
+
+def test_the_catalogue(metaban: Metaban, service: Deployment, tmp_path: Path) -> None:
+    metaban.admin.namespaces.create("cafe", arm_features=2)
+    with Metaban(service.url, ADMIN.key, "cafe") as cafe:
+        arms = cafe.admin.arms
+        assert (arms.create("tea/1", [0.0, 1.0]).version, arms.get("tea/1").features) == (1, (0.0, 1.0))
+        with pytest.raises(Conflict) as caught:
+            arms.create("tea/1", [0.0, 1.0])
+        assert caught.value.slug == "arm-exists"
+        assert arms.put("tea/1", [0.5, 1.0], version=1).version == 2
+        with pytest.raises(Conflict):
+            arms.put("tea/1", [0.5, 1.0], version=1)
+        job = arms.import_lines((f"arm-{number}", [1.0, float(number)]) for number in range(30))
+        assert cafe.admin.wait_for_job(job.id).kind == "arms-import"
+        assert len(list(arms.iterate(limit=7))) == 31
+        assert len(arms.list(limit=7).items) == 7
+        exported = tmp_path / "arms.ndjson"
+        exported.write_text(
+            "".join(f'{{"id": "{arm.id}", "features": {list(arm.features)}}}\n' for arm in arms.export())
+        )
+        arms.delete("tea/1")
+        with pytest.raises(NotFound):
+            arms.delete("tea/1")
+        cafe.admin.wait_for_job(arms.import_lines(exported, mode="replace").id)
+        assert arms.get("tea/1").version > 2
+        chosen = cafe.recommend("ada", arm_ids=["tea/1", "arm-1"], exclude=["arm-1"])
+        assert chosen.arm_id == "tea/1"
+        assert len(cafe.recommend("ada", k=20).items) == 20
+        with pytest.raises(JobFailed, match="line 1"):
+            cafe.admin.wait_for_job(arms.import_lines({"": [1.0]}).id)
+    metaban.admin.namespaces.delete("cafe")
+
+
+def test_deferred_decisions(metaban: Metaban) -> None:
+    decision = metaban.recommend("later", ARMS, deferred=True)
+    with pytest.raises(Conflict) as caught:
+        metaban.feedback(decision.decision_id, 1)
+    assert caught.value.slug == "not-activated"
+    first = metaban.activate(decision.decision_id)
+    assert metaban.activate(decision.decision_id) == first
+    assert metaban.feedback(decision.decision_id, 1).accepted == 1
 
 
 async def test_the_asyncio_client(service: Deployment) -> None:
