@@ -7,6 +7,7 @@ is rewarded, activated and forgotten, arms and namespaces are made, used and del
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any, Final, final
 import hypothesis
 import requests
 import schemathesis
+from hypothesis import strategies as st
 from schemathesis.checks import CheckFunction, not_a_server_error
 from schemathesis.config import SchemathesisConfig
 from schemathesis.core.failures import Failure, FailureGroup
@@ -32,6 +34,22 @@ from schemathesis.specs.openapi.checks import (
 
 from service.client import Metaban
 
+#: Numbers in the features that the fuzzer makes up.
+FEATURES: Final = 3
+
+
+@st.composite
+def _lines_of_arms(draw: st.DrawFn) -> bytes:
+    """A file of arms, of which one line may be anything."""
+    names = draw(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5, unique=True))
+    lines = [json.dumps({"id": name, "features": [0.5] * FEATURES}).encode() for name in names]
+    if draw(st.booleans()):
+        lines.insert(draw(st.integers(0, len(lines))), draw(st.binary(max_size=40)))
+    return b"\n".join(lines)
+
+
+schemathesis.openapi.media_type("application/x-ndjson", _lines_of_arms())
+
 CHECKS: Final[list[CheckFunction]] = [
     not_a_server_error,
     status_code_conformance,
@@ -47,8 +65,6 @@ SCENARIOS: Final = 10
 ANSWER_S: Final = 30.0
 #: What clients call, and what it is about.
 LOOP: Final = "^/(recommend|feedback|decisions|admin/users|admin/groups)"
-#: Numbers in the features that the fuzzer makes up.
-FEATURES: Final = 3
 OK, CREATED, SERVER_ERROR = 200, 201, 500
 #: How often the same violation is told.
 TOLD_OFTEN: Final = 3
@@ -175,6 +191,10 @@ class Mender:
             mended["k"] = min(mended.get("k") or 1, max(1, len(mended["arms"])))
         if isinstance(body.get("reward"), int | float):
             mended["reward"] = abs(body["reward"]) % 1.0
+        if "events" in body and body.get("decision_id") in self._decisions:
+            # A link names the decision of one reward, and the request to which it was added is one of many.
+            del mended["events"]
+            mended["reward"] = self._random.random()
         if isinstance(body.get("requests"), list):
             mended["requests"] = [self._mended(each) if isinstance(each, dict) else each for each in body["requests"]]
         return mended

@@ -1,4 +1,4 @@
-"""Calls of administrators to a scripted server: lists in pages, files, jobs, and what a real one is seldom asked for."""
+"""Calls of administrators to a scripted server: lists in pages, files, jobs, and answers that are hard to come by."""
 
 from __future__ import annotations
 
