@@ -4,11 +4,13 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 CHAOS_S ?= 600
 CHAOS_SEED ?=
+FUZZ_EXAMPLES ?= 2000
+FUZZ_SEED ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-cluster lint bench chaos clean
+.PHONY: help install run test test-cluster lint bench chaos fuzz clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -49,6 +51,9 @@ bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 
 chaos: $(VENV)/.development ## kill and cut everything for a while (CHAOS_S=600 CHAOS_SEED=...)
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) $(CHAOS_ARGS)
+
+fuzz: $(VENV)/.development ## ask what the API's document allows, and what not (FUZZ_EXAMPLES=2000 FUZZ_SEED=...)
+	$(BIN)/python -m tests.fuzz --examples $(FUZZ_EXAMPLES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(FUZZ_ARGS)
 
 clean: ## remove .venv and caches; keeps ./data
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

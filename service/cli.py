@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -180,6 +181,51 @@ def showsettings_or_exit() -> None:
             shown = "(the preset's)" if value is None else str(value)
         table.add_row(variable, escape(shown), escape(field.description or ""))
     stdout.print(table, soft_wrap=False)
+
+
+@app.command(
+    epilog="""
+[bold]The world[/bold]
+
+  Items are points on a sphere, and users belong to three hidden groups (half, 30 % and 20 % of them). A group likes
+  what is near one of its two favourite spots: no linear function of the features, and nothing tells users of two
+  groups apart but what they like. Most users arrive while the show runs. A chooser without a clue plays beside.
+
+The show plays in a namespace of its own, which it removes at the end. With --seed the world is the same every time;
+what the service chooses also depends on when its worker has learned what.
+"""
+)
+def demo(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="A service to play with. Left out: the one on http://127.0.0.1:8000, or, when nothing answers there, "
+            "a private one that is started for the show."
+        ),
+    ] = None,
+    users: Annotated[int, typer.Option(min=4, max=100_000, help="Simulated users.")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, max=10_000_000, help="Questions asked, each with its reward.")] = 1_500,
+    seed: Annotated[int, typer.Option(min=0, help="Of the world and of everybody's luck.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) here.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Play in this one, which is there, and leave it there.")] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar="METABAN_KEY", help="The service's admin key, if it has one.")
+    ] = None,
+) -> None:
+    """Watch the service learn: simulated users with hidden tastes, asked about and rewarded over HTTP."""
+    from bench.deployment import Deployment
+    from service.cli_demo import run_demo
+
+    run_demo(
+        Deployment,
+        url=url,
+        users=users,
+        rounds=rounds,
+        seed=seed,
+        plot=plot,
+        namespace=namespace,
+        key=key,
+    )
 
 
 app.add_typer(snapshot_app, name="snapshot")

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
-from service.errors import RateLimited, ServiceError
+from service.errors import ServiceError
+from service.openapi_links import complete
 from service.problems import MEDIA_TYPE
 from service.schemas import Problem
 from service.settings import Settings
@@ -88,10 +89,7 @@ def _schema(app: FastAPI, settings: Settings, bodies: Sequence[type[BaseModel]])
         asked[name]["anyOf"][0]["maxItems"] = settings.max_arms
     for features in _with_type(components["ArmIn"], "array"):
         features["maxItems"] = settings.max_dimension
-    for path, calls in schema["paths"].items():
-        if not path.startswith("/health/"):  # limits are everyone's but the probes'
-            for call in calls.values():
-                call["responses"].update({str(status): text for status, text in problem_responses(RateLimited).items()})
+    complete(schema)
     return schema
 
 

@@ -24,6 +24,8 @@ DECISION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 #: Visible ASCII; with the place in a batch behind it, it is still shorter than an event_id may be.
 IDEMPOTENCY_KEY_PATTERN: Final = r"^[!-~]{1,200}$"
 CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+#: The same for readers of the documentation, whose regular expressions are JavaScript's.
+NO_CONTROL_CHARACTERS: Final = r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029]*$"
 
 #: Pydantic puts the name of a union's member into the path of an error; these are taken out again.
 LIST, OBJECT, NUMBER, TEXT, FLAG = "<list>", "<object>", "<number>", "<text>", "<flag>"
@@ -47,7 +49,9 @@ def _kind_of_value(value: Any) -> str | None:
 
 
 Identifier: TypeAlias = Annotated[
-    str, Field(min_length=1, max_length=MAX_ID_CHARS), AfterValidator(_without_control_characters)
+    str,
+    Field(min_length=1, max_length=MAX_ID_CHARS, json_schema_extra={"pattern": NO_CONTROL_CHARACTERS}),
+    AfterValidator(_without_control_characters),
 ]
 DecisionId: TypeAlias = Annotated[str, Field(pattern=DECISION_ID_PATTERN)]
 Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -12,6 +13,8 @@ from store.keys import NamespaceKeys
 
 #: Lines kept, at least; older ones go.
 AUDIT_CAP: Final = 10_000
+CURSOR: Final = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)
+UINT64_MAX: Final = 2**64 - 1
 
 
 @final
@@ -55,7 +58,14 @@ class AuditLog:
         await command(self._redis, "XADD", self._keys.audit, "MAXLEN", "~", AUDIT_CAP, "*", *fields)
 
     async def newest(self, count: int, *, before: str | None = None) -> list[AuditLine]:
-        """Lines from the newest on, those before a cursor."""
-        start = "+" if before is None else f"({before}"
+        """Lines from the newest on, those before a cursor; ValueError for a cursor that no line has."""
+        start = "+" if before is None else f"({_checked(before)}"
         rows = await command(self._redis, "XREVRANGE", self._keys.audit, start, "-", "COUNT", count)
         return [AuditLine.decode(cursor, fields) for cursor, fields in parse_entries(rows)]
+
+
+def _checked(cursor: str) -> str:
+    parts = CURSOR.fullmatch(cursor)
+    if parts is None or any(int(part) > UINT64_MAX for part in parts.groups()) or not any(map(int, parts.groups())):
+        raise ValueError("not a cursor of the audit log")
+    return cursor

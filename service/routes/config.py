@@ -184,7 +184,10 @@ async def audit(
     cursor: Annotated[str | None, Query(pattern=CURSOR_PATTERN)] = None,
 ) -> AuditOut:
     """Everything that changed something under `/admin`, the newest first; the last 10,000 lines or so are kept."""
-    lines = await engine.audited(limit, before=cursor)
+    try:
+        lines = await engine.audited(limit, before=cursor)
+    except ValueError:
+        raise InvalidInput(("cursor",), "is not one that this call has answered with") from None
     return AuditOut(
         lines=[
             AuditLineOut(

@@ -1,4 +1,4 @@
-"""A network that fails: stands between the processes and the store, and loses, cuts and delays as it is told."""
+"""A network that fails: stands between two processes, and loses, cuts and delays as it is told."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Weather:
 
 @final
 class Proxy:
-    """Listens on a socket of its own and passes everything on to the store's, weather permitting."""
+    """Listens on a socket of its own and passes everything on to another, or to a port, weather permitting."""
 
-    def __init__(self, socket: Path, upstream: Path, rng: random.Random) -> None:
+    def __init__(self, socket: Path, upstream: Path | tuple[str, int], rng: random.Random) -> None:
         self.socket = socket
         self.weather = Weather()
         self.cuts = 0
@@ -79,15 +79,15 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            store_reader, store_writer = await asyncio.open_unix_connection(self._upstream)
+            far_reader, far_writer = await self._connect()
         except OSError:
             writer.transport.abort()
             return
-        pair = (writer, store_writer)
+        pair = (writer, far_writer)
         self._writers.update(pair)
         ways = [
-            asyncio.create_task(self._pass_on(reader, store_writer, replies=False)),
-            asyncio.create_task(self._pass_on(store_reader, writer, replies=True)),
+            asyncio.create_task(self._pass_on(reader, far_writer, replies=False)),
+            asyncio.create_task(self._pass_on(far_reader, writer, replies=True)),
         ]
         # When one direction has ended, the other one has to.
         with suppress(asyncio.CancelledError):
@@ -96,6 +96,11 @@ class Proxy:
             way.cancel()
         self._cut(list(pair))
         self._writers.difference_update(pair)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if isinstance(self._upstream, Path):
+            return await asyncio.open_unix_connection(self._upstream)
+        return await asyncio.open_connection(*self._upstream)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
         with suppress(OSError):

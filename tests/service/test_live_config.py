@@ -163,6 +163,8 @@ class TestAudit:
         found = [line["detail"]["after"]["epsilon"] for line in first["lines"] + rest["lines"]]
         assert found == [0.4, 0.3, 0.2, 0.1, 0.0]
         assert rest["cursor"] is None
+        refused = await http.get("/admin/audit?cursor=0-0")
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "cursor")
 
 
 class TestRewards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from redis.asyncio import Redis
 
 from store.audit import AuditLine, AuditLog
@@ -18,3 +19,14 @@ async def test_lines_come_back_newest_first_in_pages(redis: Redis):
     assert first[0].detail == {"epsilon": 0.4}
     assert first[0].at_ms > 1_700_000_000_000
     assert await log.newest(3, before=rest[-1].cursor) == []
+
+
+@pytest.mark.parametrize("cursor", ["0-0", "", "1", "1-", "x-1", "1-1 ", f"{2**64}-0", f"0-{2**64}", "٣-1"])
+async def test_a_cursor_that_no_line_has_is_refused(redis: Redis, cursor: str):
+    with pytest.raises(ValueError, match="not a cursor"):
+        await AuditLog(redis, NamespaceKeys("shop", 1)).newest(3, before=cursor)
+
+
+@pytest.mark.parametrize("cursor", ["0-1", "1-0", f"{2**64 - 1}-{2**64 - 1}"])
+async def test_a_cursor_at_the_edge_is_not(redis: Redis, cursor: str):
+    assert await AuditLog(redis, NamespaceKeys("shop", 1)).newest(3, before=cursor) == []

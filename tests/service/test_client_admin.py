@@ -1,0 +1,220 @@
+"""Calls of administrators to a scripted server: lists in pages, files, jobs, and answers that are hard to come by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answering import HANG_UP, Answering, Say
+
+from service.client import AsyncMetaban, Metaban
+from service.client_admin_types import Arm, Group, Job, Member, Partition, Progress, Stream, StreamTotals
+from service.client_errors import ConnectionFailed, JobFailed, UnexpectedAnswer
+
+ARM = {"id": "tea/1", "features": {"kind": "tea", "hot": True, "price": 2}, "version": 3, "updated_ms": 5}
+ARM_READ = Arm("tea/1", {"kind": "tea", "hot": True, "price": 2.0}, 3, 5)
+NUMBERS = {"id": "n", "features": [1, 2.5], "version": 1, "updated_ms": 6}
+NUMBERS_READ = Arm("n", (1.0, 2.5), 1, 6)
+GROUP = {
+    "prediction": 0.5,
+    "threshold": 0.1,
+    "group_size": 2,
+    "pool_size": 9,
+    "sampled": False,
+    "members": [{"user_id": "v", "prediction": 0.4, "distance": 0.1, "events": 7}],
+}
+GROUP_READ = Group(0.5, 0.1, 2, 9, False, (Member("v", 0.4, 0.1, 7),))
+
+COUNTERS = {"enqueued": 9, "applied": 6}
+WAITING = {"waiting": 3, "pending": 1, "dead_letters": 0, "oldest_age_ms": None, "counters": COUNTERS}
+STREAM = {
+    "totals": {**WAITING, "unowned": 1},
+    "partitions": [{**WAITING, "partition": 0, "consumers": 2, "owner": None}],
+}
+STREAM_READ = Stream(StreamTotals(3, 1, 0, None, COUNTERS, 1), (Partition(0, 3, 1, 0, None, COUNTERS, 2, None),))
+
+
+def job(state: str, done: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "id": "j1",
+        "kind": "arms-import",
+        "state": state,
+        "started_ms": 1,
+        "finished_ms": None,
+        "progress": {"doing": "arms", "done": done, "total": 4},
+        "result": None,
+        "error": None,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "call", "asked", "body", "expected"),
+    [
+        (
+            Say(200, GROUP),
+            lambda m: m.admin.groups("u", arm_id="n"),
+            "GET /admin/groups?user_id=u&arm_id=n&namespace=shop",
+            None,
+            GROUP_READ,
+        ),
+        (
+            Say(200, GROUP),
+            lambda m: m.admin.groups("u", features=[1], context=[2], limit=5),
+            "POST /admin/groups?namespace=shop",
+            {"user_id": "u", "features": [1.0], "context": [2.0], "limit": 5},
+            GROUP_READ,
+        ),
+        (Say(200, STREAM), lambda m: m.admin.stream(), "GET /admin/stream?namespace=shop", None, STREAM_READ),
+        (
+            Say(200, {"jobs": [job("running", 1)]}),
+            lambda m: m.admin.jobs.list()[0].progress,
+            "GET /admin/jobs?namespace=shop",
+            None,
+            Progress("arms", 1, 4),
+        ),
+    ],
+)
+def test_calls(answer: Say, call: Callable[[Metaban], Any], asked: str, body: Any, expected: Any) -> None:
+    with Answering([answer]) as server, Metaban(server.url, namespace="shop") as metaban:
+        assert call(metaban) == expected
+    heard = server.heard[0]
+    assert f"{heard.method} {heard.path}" == asked
+    assert (json.loads(heard.body) if heard.body else None) == body
+
+
+def paged(*names: str) -> Iterator[Say]:
+    for place, name in enumerate(names):
+        cursor = None if place == len(names) - 1 else f"after-{name}"
+        yield Say(200, {"arms": [{**NUMBERS, "id": name}], "cursor": cursor})
+
+
+def test_all_pages() -> None:
+    with Answering(paged("a", "b", "c")) as server, Metaban(server.url) as metaban:
+        arms = metaban.admin.arms.iterate(limit=1)
+        assert next(arms).id == "a"
+        assert len(server.heard) == 1, "a page is asked for when it is needed"
+        assert [arm.id for arm in arms] == ["b", "c"]
+    assert [heard.path for heard in server.heard] == [
+        "/admin/arms?limit=1",
+        "/admin/arms?limit=1&cursor=after-a",
+        "/admin/arms?limit=1&cursor=after-b",
+    ]
+
+
+async def test_all_pages_in_asyncio() -> None:
+    with Answering(paged("a", "b")) as server:
+        async with AsyncMetaban(server.url) as metaban:
+            assert [arm.id async for arm in metaban.admin.arms.iterate()] == ["a", "b"]
+    assert len(server.heard) == 2
+
+
+LINES = b'{"id":"a","features":[1.0]}\n{"id":"b","features":{"kind":"tea"}}\n'
+
+
+@pytest.mark.parametrize("kind", ["mapping", "iterator", "file"])
+async def test_imports(tmp_path: Path, kind: str) -> None:
+    arms = {"a": [1.0], "b": {"kind": "tea"}}
+    path = tmp_path / "arms.ndjson"
+    path.write_bytes(LINES)
+
+    def source() -> Any:
+        return {"mapping": arms, "iterator": iter(arms.items()), "file": path}[kind]
+
+    with Answering([Say(202, job("running"))]) as server:
+        with Metaban(server.url) as metaban:
+            assert metaban.admin.arms.import_lines(source()).id == "j1"
+        async with AsyncMetaban(server.url) as waiting:
+            assert (await waiting.admin.arms.import_lines(source(), mode="replace")).kind == "arms-import"
+    assert [heard.path for heard in server.heard] == [
+        "/admin/arms/import?mode=upsert",
+        "/admin/arms/import?mode=replace",
+    ]
+    assert [heard.body for heard in server.heard] == [LINES, LINES]
+    assert {heard.headers["content-type"] for heard in server.heard} == {"application/x-ndjson"}
+
+
+def test_a_long_import_is_sent_in_pieces() -> None:
+    drawn = 0
+
+    def arms() -> Iterator[tuple[str, list[float]]]:
+        nonlocal drawn
+        for number in range(20_000):
+            drawn += 1
+            yield f"arm-{number}", [float(number)]
+
+    with Answering([Say(202, job("running"))]) as server, Metaban(server.url) as metaban:
+        metaban.admin.arms.import_lines(arms())
+    assert drawn == 20_000
+    assert server.heard[0].headers["transfer-encoding"] == "chunked"
+    assert [json.loads(line)["id"] for line in server.heard[0].body.splitlines()][-1] == "arm-19999"
+
+
+def test_an_import_is_not_repeated() -> None:
+    with Answering([HANG_UP]) as server, Metaban(server.url) as metaban, pytest.raises(ConnectionFailed) as caught:
+        metaban.admin.arms.import_lines({"a": [1.0]})
+    assert caught.value.sent
+    assert len(server.heard) == 1
+
+
+def lines(*arms: Any) -> bytes:
+    return b"".join(json.dumps(arm).encode() + b"\n" for arm in arms)
+
+
+async def test_exports() -> None:
+    with Answering([Say(200, lines(ARM, NUMBERS))]) as server:
+        with Metaban(server.url) as metaban:
+            assert list(metaban.admin.arms.export()) == [ARM_READ, NUMBERS_READ]
+        async with AsyncMetaban(server.url) as waiting:
+            assert await read_all(waiting.admin.arms.export()) == [ARM_READ, NUMBERS_READ]
+    assert server.heard[0].path == "/admin/arms/export"
+
+
+async def read_all(arms: AsyncIterator[Arm]) -> list[Arm]:
+    return [arm async for arm in arms]
+
+
+async def test_an_export_that_breaks_off_says_so() -> None:
+    cut = Say(200, lines(ARM), {"Content-Length": "100000", "Connection": "close"})
+    with Answering([cut]) as server:
+        with Metaban(server.url) as metaban:
+            arms = metaban.admin.arms.export()
+            assert next(arms) == ARM_READ
+            with pytest.raises(ConnectionFailed, match="broke off"):
+                next(arms)
+        async with AsyncMetaban(server.url) as waiting:
+            with pytest.raises(ConnectionFailed, match="broke off"):
+                await read_all(waiting.admin.arms.export())
+
+
+def test_an_export_of_something_else() -> None:
+    said = "`id` of the answer is not of type str"
+    with Answering([Say(200, b'{"id": 1}\n')]) as server, Metaban(server.url) as metaban:
+        arms = metaban.admin.arms.export()
+        with pytest.raises(UnexpectedAnswer, match=said):
+            next(arms)
+
+
+async def test_waiting_for_a_job() -> None:
+    said = [Say(200, job("running", 1)), Say(503), Say(200, job("running", 3)), Say(200, job("done", 4))]
+    with Answering(said) as server, Metaban(server.url) as metaban:
+        seen: list[Job] = []
+        assert metaban.admin.wait_for_job("j1", on_progress=seen.append).state == "done"
+    assert [job.progress.done for job in seen] == [1, 3, 4]
+    with Answering(said) as server:
+        async with AsyncMetaban(server.url) as waiting:
+            assert (await waiting.admin.wait_for_job("j1")).progress.done == 4
+
+
+def test_a_job_that_fails_or_takes_too_long() -> None:
+    with Answering([Say(200, job("failed", error="line 3 is not JSON"))]) as server, Metaban(server.url) as metaban:
+        with pytest.raises(JobFailed, match="line 3 is not JSON") as caught:
+            metaban.admin.wait_for_job("j1")
+        assert caught.value.job_id == "j1"
+    with Answering([Say(200, job("running"))]) as server, Metaban(server.url) as metaban:
+        with pytest.raises(JobFailed, match=r"not done after 0\.01 s; it goes on"):
+            metaban.admin.wait_for_job("j1", timeout_s=0.01)
+        assert len(server.heard) == 1
