@@ -125,7 +125,7 @@ class Tracing:
         last.start()
         last.join(STOP_TIMEOUT_S)
         if last.is_alive():
-            self._exporter.shutdown()  # tries no more
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # tries no more
 
 
 @contextmanager
