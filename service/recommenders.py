@@ -155,3 +155,4 @@ class Recommenders:
         engine = self._engines.pop(name, None)
         if engine is not None:
             await engine.stop()
+            self._metrics.forget(name)
