@@ -67,7 +67,21 @@ class ConfigOut(BaseModel):
                 {
                     "namespace": "default",
                     "revision": 4,
-                    "settings": {"alpha": 0.3, "policy": "ucb-floor", "epsilon": 0.05, "serving": "learner"},
+                    "settings": {
+                        "alpha": 0.3,
+                        "nu": 1.0,
+                        "gamma": None,
+                        "policy": "ucb-floor",
+                        "epsilon": 0.05,
+                        "squarecb_gamma": 100.0,
+                        "serving": "learner",
+                        "baseline": [],
+                        "reward_min": 0.0,
+                        "reward_max": 1.0,
+                        "repeated_rewards": "sum",
+                        "default_reward": None,
+                        "reward_wait_s": None,
+                    },
                     "overridden": ["epsilon"],
                 }
             ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, final
+from typing import Annotated, Any, Final, Literal, final
 
 from fastapi import APIRouter, Depends, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -64,25 +64,29 @@ class NewNamespace(RequestModel):
     )
 
 
+NAMESPACE_EXAMPLE: Final[dict[str, Any]] = {
+    "name": "shop",
+    "preset": "default",
+    "partitions": 4,
+    "dimension": 13,
+    "layout": {
+        "arm": 12,
+        "context": 0,
+        "arm_named": False,
+        "context_named": False,
+        "products": False,
+        "intercept": True,
+    },
+    "overridden": ["partitions"],
+    "revision": 2,
+}
+
+
 @final
 class NamespaceOut(BaseModel):
     """One recommender."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "name": "shop",
-                    "preset": "default",
-                    "partitions": 16,
-                    "dimension": 13,
-                    "layout": {"arm": 12, "context": 0, "products": False, "intercept": True},
-                    "overridden": ["partitions"],
-                    "revision": 2,
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [NAMESPACE_EXAMPLE]})
 
     name: str
     preset: str
@@ -96,6 +100,8 @@ class NamespaceOut(BaseModel):
 @final
 class NamespacesOut(BaseModel):
     """All recommenders."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"namespaces": [NAMESPACE_EXAMPLE]}]})
 
     namespaces: list[NamespaceOut]
 
