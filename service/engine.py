@@ -79,6 +79,8 @@ class Engine:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
         self._room: ServingRoom | None = None
         self._adopting: asyncio.Task[None] | None = None
+        #: Whether the namespace was deleted and made anew.
+        self.succeeded = False
         self._desk: SnapshotDesk | None = None
 
     @classmethod
@@ -319,7 +321,10 @@ class Engine:
         Of a cluster only the server is asked that has the namespace's record: decisions lie on all of them.
         """
         record = await Namespaces(self._probing).load(self.namespace)
-        if record is None or record.store_epoch != self._live.record.store_epoch:
+        known = self._live.record
+        if record is None or record.store_epoch != known.store_epoch:
+            # One that was made in its place goes on counting; one of another store begins at 0.
+            self.succeeded = record is not None and record.revision > known.revision
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
         if record.state == "deleted":
             raise StoreReset("the namespace was deleted")

@@ -23,8 +23,8 @@ CLIENT_CLOSED_REQUEST: Final = 499
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 PROBES: Final = "/health/"
 UNMATCHED: Final = "unmatched"
-#: Answers that cost a stranger nothing to get. Of these so many have a line a second, and so many at once.
-CHEAP_STATUSES: Final = frozenset({401, 421, 429, 503})
+#: Answers that cost next to nothing to get. Of these so many have a line a second, and so many at once.
+CHEAP_STATUSES: Final = frozenset({401, 408, 413, 421, 429, 503})
 CHEAP_LINES_PER_S: Final = 20.0
 CHEAP_LINES_AT_ONCE: Final = 200
 

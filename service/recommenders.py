@@ -70,11 +70,11 @@ class Recommenders:
     async def engine(self, name: str) -> Engine:
         """The engine of a namespace; NotFound when there is no such namespace."""
         engine = self._engines.get(name)
-        if engine is not None and not (engine.lost and name != self._settings.namespace):
+        if engine is not None and not self._is_over(engine):
             return engine
         async with self._opening:
             engine = self._engines.get(name)
-            if engine is not None and engine.lost:
+            if engine is not None and self._is_over(engine):
                 # Deleted, by this process or another, and perhaps created again since.
                 await self._close(name)
             elif engine is not None:
@@ -123,11 +123,13 @@ class Recommenders:
         return record
 
     async def delete(self, name: str) -> None:
-        """Delete a namespace with everything in it."""
+        """Delete a namespace with everything in it; that of requests that name none begins anew, empty."""
         engine = await self.engine(name)
         async with self._opening:
             await self._close(name)
             await self._namespaces.delete(engine.live.record)
+            if name == self._settings.namespace:
+                self._engines[name] = await self._opened(name)
         log.info("namespace deleted", namespace=name)
 
     async def readiness(self) -> dict[str, CheckResult]:
@@ -148,6 +150,14 @@ class Recommenders:
         """Bring the gauges that live in the store up to date."""
         await asyncio.gather(*(engine.refresh_gauges() for engine in self._engines.values() if not engine.lost))
 
+    def _is_over(self, engine: Engine) -> bool:
+        """Whether an engine serves what is not there any more.
+
+        That of requests that name none is given up for one that was made in its place on purpose, and for no other: a
+        store that lost everything needs a person.
+        """
+        return engine.lost and (engine.succeeded or engine.namespace != self._settings.namespace)
+
     async def _opened(self, name: str) -> Engine:
         settings = self._settings.model_copy(update={"namespace": name})
         engine = Engine.from_settings(settings, self._redis_url, self._metrics)
@@ -162,3 +172,4 @@ class Recommenders:
         engine = self._engines.pop(name, None)
         if engine is not None:
             await engine.stop()
+            self._metrics.forget(name)

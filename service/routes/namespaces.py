@@ -165,11 +165,8 @@ async def show(request: Request, name: Name) -> NamespaceOut:
 )
 async def delete(request: Request, name: Name) -> DeletedOut:
     """Everything of it is gone from the store: users, events, arms, decisions, settings. Snapshots stay where they
-    are. The namespace that requests mean which name none cannot be deleted."""
-    edge = edge_of(request)
-    if name == edge.settings.namespace:
-        raise InvalidInput(("name",), "is the namespace of requests that name none, which is needed")
-    await edge.recommenders.delete(name)
+    are. The namespace of requests that name none begins anew, empty: the next request shows what its features are."""
+    await edge_of(request).recommenders.delete(name)
     return DeletedOut(name=name)
 
 

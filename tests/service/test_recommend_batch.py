@@ -137,6 +137,5 @@ async def test_every_error_is_told_as_outside() -> None:
 async def test_decisions_are_counted() -> None:
     async with edge(EdgeEngine()) as client:
         await client.post("/recommend/batch", json={"requests": [ASK, ASK, {}]})
-        assert (
-            'metaban_decisions_total{cold_start="meta",policy="ucb-floor"} 2.0' in (await client.get("/metrics")).text
-        )
+        told = (await client.get("/metrics")).text
+        assert 'metaban_decisions_total{cold_start="meta",namespace="default",policy="ucb-floor"} 2.0' in told
