@@ -162,9 +162,7 @@ def request_of(case: Case, world: World, request_id: str) -> httpx.Request:
         return world.http.build_request(case.method, path, headers=headers)
     if isinstance(case.body, bytes) or callable(case.body):
         content = case.body() if callable(case.body) else case.body
-        return world.http.build_request(
-            case.method, path, content=content, headers={"Content-Type": JSON, **headers}
-        )
+        return world.http.build_request(case.method, path, content=content, headers={"Content-Type": JSON, **headers})
     return world.http.build_request(case.method, path, json=case.body, headers=headers)
 
 
