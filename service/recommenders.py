@@ -115,8 +115,9 @@ class Recommenders:
                     overrides=dict(overrides),
                 )
             except NamespaceConflict as error:
-                # Another process was faster, with another number of partitions.
                 raise NamespaceExists(TAKEN) from error
+            if record.overrides != dict(overrides):
+                raise NamespaceExists(TAKEN)  # another process was faster, with other settings
             await self._close(name)
             self._engines[name] = await self._opened(name)
         log.info("namespace created", namespace=name, preset=stored_settings(record.learner).preset)

@@ -26,7 +26,9 @@ from store.errors import ArmConflict, BacklogFull, FenceLost, StoreError
 from tests.own_valkey import own_valkey
 from tests.service.apps import running_app
 from tests.service.error_cases import CASES, WIRE
+from tests.service.error_steps import decided
 from tests.service.error_world import (
+    ASK,
     USER,
     Case,
     WireCase,
@@ -100,6 +102,55 @@ async def test_refused_on_the_wire(
         check_document(json.loads(body), case.status, case.slug, None, headers["X-Request-ID"])
         check_headers(headers, case.status)
         assert await dump(redis) == before
+
+
+async def test_refused_within_a_batch(
+    redis: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as it would be alone, and the others are decided."""
+    parts: list[tuple[Any, int, str, str | None]] = [
+        ({**ASK, "decision_id": "d", "k": 2}, 409, "decision-conflict", "decision_id"),
+        ({**ASK, "decision_id": "n"}, 200, "", None),
+        ({**ASK, "min_version": 1}, 503, "version-not-reached", "min_version"),
+        ({**ASK, "colour": 1}, 422, "invalid-input", "colour"),
+        ({"user_id": USER}, 422, "invalid-input", "arms"),
+        ([], 422, "invalid-input", ""),
+        ({**ASK, "explain": True}, 503, "overloaded", None),
+    ]
+    case = Case(
+        "a batch", 200, "", "POST /recommend/batch", {"requests": [body for body, *_ in parts]}, given=decided,
+        settings={"wait_applied_timeout_s": 0.05}, patches={"service.explaining.EXPLAINING_MAX": 0},
+    )  # fmt: skip
+    async with world_of(case, valkey_url, redis, tmp_path, monkeypatch, None) as world:
+        before = await dump(redis)
+        response = await world.http.send(request_of(case, world, "case-1"))
+        assert response.status_code == 200
+        for (_, status, slug, blames), result in zip(parts, response.json()["results"], strict=True):
+            assert result["status"] == status
+            if status != 200:
+                assert set(result) == {"status", "problem"}
+                check_document(result["problem"], status, slug, blames, "case-1")
+        assert differences(before, await dump(redis)) == {"decision", "decided"}
+
+
+async def test_of_two_processes_that_create_a_namespace_one_does(redis: Redis, valkey_url: str) -> None:
+    async with running_app(valkey_url) as (_, here), running_app(valkey_url) as (_, there):
+        for turn in range(5):
+            answers = await asyncio.gather(
+                *(
+                    client.post(
+                        "/admin/namespaces",
+                        json={"name": f"shop{turn}", **own},
+                        headers={"X-Request-ID": "case-1"},
+                    )
+                    for client, own in ((here, {"partitions": 3}), (there, {"partitions": 4 - turn % 2, "seed": 1}))
+                )
+            )
+            good, refused = sorted(answers, key=lambda answer: answer.status_code)
+            assert good.status_code == 201, good.text
+            check_problem(refused, 409, "namespace-exists", None, "case-1")
+            shown = await here.get(f"/admin/namespaces/shop{turn}")
+            assert shown.json()["overridden"] == good.json()["overridden"]
 
 
 # None is forgotten
