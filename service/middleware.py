@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from http import HTTPStatus
 from typing import Any, Final, final
 
 import structlog
@@ -135,8 +136,8 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers[REQUEST_ID_HEADER] = self.request_id
             secure(headers, self._scope)
-            if not self._complete and _may_be_long(self._scope):
-                # Its rest is not read to the end, and the client should not use the connection again.
+            if not self._complete and (self.status == HTTPStatus.REQUEST_TIMEOUT or _may_be_long(self._scope)):
+                # Its rest is not waited for or read to the end, and the client should not use the connection again.
                 headers["Connection"] = "close"
         elif message["type"] == "http.response.body":
             self.bytes_out += len(message.get("body", b""))

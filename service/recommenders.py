@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import structlog
 
@@ -12,13 +12,17 @@ from models.features import FeatureLayout
 from models.settings import stored_settings
 from service.contracts import CheckResult
 from service.engine import Engine
-from service.errors import NamespaceExists, NotFound
+from service.errors import NamespaceExists, NotFound, ServiceError, Unavailable
 from service.live import overridden
 from service.metrics import Metrics
 from service.settings import Settings, SettingsError, learner_settings
 from store.connection import connect
-from store.errors import StoreError
+from store.errors import NamespaceConflict, StoreError
 from store.namespaces import NamespaceRecord, Namespaces
+
+TAKEN: Final = "A namespace of this name exists."
+#: What is wrong with a namespace's settings takes somebody to see to it.
+MISFIT_RETRY_AFTER_S: Final = 10.0
 
 log = structlog.get_logger()
 
@@ -42,9 +46,11 @@ class Recommenders:
         for name in await self._namespaces.names():
             try:
                 await self.engine(name)
-            except (StoreError, SettingsError, NotFound) as error:
-                # The others are served; this one is tried again when it is asked for.
+            # The others are served; this one is tried again when it is asked for.
+            except StoreError as error:
                 log.error("namespace not opened", namespace=name, reason=str(error))
+            except ServiceError:
+                pass  # deleted meanwhile, or told of already
 
     async def stop(self) -> None:
         """Let go of the store."""
@@ -76,7 +82,14 @@ class Recommenders:
             record = await self._namespaces.load(name)
             if record is None or record.state == "deleted":
                 raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
-            self._engines[name] = await self._opened(name)
+            try:
+                self._engines[name] = await self._opened(name)
+            except (SettingsError, NamespaceConflict) as error:
+                log.error("namespace not opened", namespace=name, reason=str(error))
+                raise Unavailable(
+                    "The namespace cannot be served: its settings do not go with those of the deployment.",
+                    retry_after_s=MISFIT_RETRY_AFTER_S,
+                ) from error
             return self._engines[name]
 
     async def records(self) -> list[NamespaceRecord]:
@@ -91,15 +104,20 @@ class Recommenders:
         async with self._opening:
             before = await self._namespaces.load(name)
             if before is not None and before.state != "deleted":
-                raise NamespaceExists("A namespace of this name exists.")
-            record = await self._namespaces.open_or_create(
-                name,
-                partitions=settings.partitions,
-                seed=settings.seed,
-                learner=learner.to_json(),
-                layout=None if layout is None else layout.to_json(),
-                overrides=dict(overrides),
-            )
+                raise NamespaceExists(TAKEN)
+            try:
+                record = await self._namespaces.open_or_create(
+                    name,
+                    partitions=settings.partitions,
+                    seed=settings.seed,
+                    learner=learner.to_json(),
+                    layout=None if layout is None else layout.to_json(),
+                    overrides=dict(overrides),
+                )
+            except NamespaceConflict as error:
+                raise NamespaceExists(TAKEN) from error
+            if record.overrides != dict(overrides):
+                raise NamespaceExists(TAKEN)  # another process was faster, with other settings
             await self._close(name)
             self._engines[name] = await self._opened(name)
         log.info("namespace created", namespace=name, preset=stored_settings(record.learner).preset)

@@ -24,6 +24,7 @@ from service.errors import (
 )
 from service.intake import body_as, parse_json, read_body
 from service.openapi import json_body, problem_responses
+from service.problems import unusable_settings
 from service.schemas import RequestModel
 from service.settings import Settings, SettingsError
 from store.keys import NAMESPACE_PATTERN
@@ -148,7 +149,7 @@ async def create(request: Request) -> NamespaceOut:
     try:
         record = await edge.recommenders.create(wanted.name, overrides, _layout(wanted, edge.settings))
     except SettingsError as error:
-        raise InvalidInput((), str(error)) from error
+        raise unusable_settings(str(error), overrides) from error
     note_detail(request, name=wanted.name)
     return _shown(record)
 

@@ -101,7 +101,7 @@ async def test_a_namespace_made_elsewhere_is_found_and_one_deleted_elsewhere_is_
         ({"name": "shop", "context_features": 3}, "context_features"),
         ({"name": "shop", "arm_features": 5_000}, "arm_features"),
         ({"name": "shop", "alpha": 1}, "alpha"),
-        ({"name": "shop", "learner": {"nonsense": 1}}, ""),
+        ({"name": "shop", "learner": {"nonsense": 1}}, "learner"),
     ],
 )
 async def test_what_cannot_be_created(http: httpx.AsyncClient, body: dict[str, object], field: str) -> None:
