@@ -150,7 +150,7 @@ class TestLate:
         assert all(entry["late_s"] >= 5 for entry in late)
         assert all("u" not in entry.values() for entry in logs)
         metrics = (await service.get("/metrics")).text
-        assert 'metaban_events{state="late"} 3.0' in metrics
+        assert 'metaban_events{namespace="shop",state="late"} 3.0' in metrics
 
     async def test_the_decision_is_kept_for_the_late_window_and_still_returned(
         self, service: httpx.AsyncClient, client: Redis
