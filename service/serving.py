@@ -93,8 +93,8 @@ class ServingRoom:
         """The feature layout, also when it was fixed by another process."""
         if self.serving is not None:
             return self.serving.layout
-        current = await self._namespaces.load(self._live.record.name)
-        return None if current is None or current.layout is None else FeatureLayout.from_json(current.layout)
+        current = await self._namespaces.reload(self._live.record)
+        return None if current.layout is None else FeatureLayout.from_json(current.layout)
 
     async def fix_layout(self, features: Sequence[Features], context: Features | None) -> Serving:
         """Fix the feature layout by the first request; of several first requests one wins."""
@@ -111,8 +111,7 @@ class ServingRoom:
                 )
                 # Nothing is fixed by a request that does not fit even its own layout.
                 assemble(layout, features, context)
-                known = self._live.record
-                current = await self._namespaces.load(known.name) or known
+                current = await self._namespaces.reload(self._live.record)
                 if current.layout is None:
                     current = await self._namespaces.set_layout(current, layout.to_json())
                 self._live.adopt(current)
