@@ -104,7 +104,7 @@ class Recommenders:
         for name in await self._namespaces.names():
             try:
                 record = await self._namespaces.load(name)
-            except CorruptRecord as error:
+            except (CorruptRecord, ValueError) as error:  # a record, or a name, that nobody here has written
                 log.error("record of a namespace cannot be read", namespace=name, reason=str(error))
                 continue
             if record is not None and record.state == "ready":
