@@ -161,6 +161,7 @@ class Engine:
         await self._breaker.stop()
         self._breaker.retire("the namespace was closed")
         if self._adopting is not None:
+            self._adopting.cancel()
             await asyncio.gather(self._adopting, return_exceptions=True)
         if self._room is not None:
             await self._room.stop()
@@ -220,7 +221,7 @@ class Engine:
             current = await self._breaker.call(lambda: self._namespaces.reload(self._live.record))
             if revision not in (None, current.revision):
                 break
-            await self._adopt(current)
+            self._take(current)
             if await self._change(patch):
                 return self._live
         raise NamespaceConflict("the settings were changed meanwhile: look at them again")
@@ -234,7 +235,9 @@ class Engine:
             lambda: self._namespaces.change(known, overrides=overrides, learner=learner, rewards=rewards)
         )
         if changed is not None:
-            await self._adopt(changed)
+            self._take(changed)
+            if changed.learner != known.learner:
+                await self._follow()
         return changed is not None
 
     async def audit(self, line: AuditLine) -> None:
@@ -313,14 +316,22 @@ class Engine:
             log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
         return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
-    async def _adopt(self, record: NamespaceRecord) -> None:
+    def _take(self, record: NamespaceRecord) -> None:
         """Go by a record that somebody changed."""
         try:
             if self._room is not None:
-                await self._room.adopt(record)
+                self._room.take(record)
         except SettingsError as error:
             # Made by a version that knows other settings; what holds here goes on to hold.
             log.error("settings not adopted", namespace=self.namespace, reason=str(error))
+
+    async def _follow(self) -> None:
+        """Have the learner go by the settings as they are now; what fails is tried again after the next probe."""
+        try:
+            if self._room is not None:
+                await self._room.follow()
+        except Exception as error:
+            log.error("learner does not follow its settings", namespace=self.namespace, exc_info=error)
 
     async def _probe(self) -> None:
         """Whether the store is still ours; after an outage, whether it takes decisions too.
@@ -332,9 +343,10 @@ class Engine:
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
         if record.state == "deleted":
             raise StoreReset("the namespace was deleted")
-        if record.revision > self._live.record.revision and (self._adopting is None or self._adopting.done()):
+        self._take(record)
+        if self._room is not None and self._room.behind and (self._adopting is None or self._adopting.done()):
             # Not waited for: a layout that is just being fixed is loaded first, and that may take longer than a probe.
-            self._adopting = asyncio.create_task(self._adopt(record), context=Context())
+            self._adopting = asyncio.create_task(self._follow(), context=Context())
         if self._breaker.away is not None:
             if not self._clustered:
                 await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()

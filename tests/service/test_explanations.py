@@ -20,6 +20,7 @@ from models.features import FeatureLayout
 from models.settings import LearnerSettings, named_settings
 from service.errors import Overloaded
 from service.explaining import Explainer, Question
+from service.metrics import Metrics
 from service.scorer import Scorer
 from service.served import ArmScores, ServedModel
 from tests.own_valkey import own_valkey
@@ -120,7 +121,7 @@ async def test_too_many_at_once_are_turned_away(compute: Executor, monkeypatch: 
 async def test_others_wait_for_one_explanation_at_most(compute: Executor) -> None:
     model, held = make_model(), threading.Event()
     order: list[str] = []
-    explainer, scorer = Explainer(model, LAYOUT, compute), Scorer(model, compute)
+    explainer, scorer = Explainer(model, LAYOUT, compute), Scorer(model, compute, Metrics().of("shop"))
     compute.submit(held.wait)
 
     async def note(name: str, work: Coroutine[Any, Any, object]) -> None:
