@@ -139,6 +139,10 @@ class StoreBreaker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def retire(self, reason: str) -> None:
+        """Let no call pass any more, for good: whoever comes from now on is late."""
+        self._away = StoreReset(reason)
+
     async def call(self, work: Callable[[], Awaitable[Result]], *, budget_s: float | None = None) -> Result:
         """Have something done by the store.
 

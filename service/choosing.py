@@ -48,18 +48,25 @@ class Chooser:
         self, command: RecommendCommand, decision_id: str, incarnation: int, store: Errands
     ) -> tuple[Decision, Explanations]:
         """Choose arms; `incarnation` is the user's where no learner tells it."""
-        if self._live.settings.serving == "baseline":
+        if self._switched_off:
             decision = await self._by_baseline(command, decision_id, incarnation, store)
             return decision, (None,) * len(decision.items) if command.explain else ()
         return await self._by_learner(command, decision_id, store)
 
+    @property
+    def _switched_off(self) -> bool:
+        """Whether the learner is not to be asked, whatever for."""
+        return self._live.settings.serving == "baseline"
+
     async def refresh(self, user_id: str, store: Errands) -> None:
         """Have the newest state of a user served."""
-        if self._room.serving is not None:
+        if self._room.serving is not None and not self._switched_off:
             await store.run(partial(self._room.serving.replica.refresh, user_id))
 
     async def explain(self, command: RecommendCommand, decision: Decision, store: Errands) -> Explanations | None:
         """Why a decision was made; None when the model that made it is not served, here or any more."""
+        if self._switched_off or decision.policy == BASELINE:
+            return None
         try:
             serving, candidates = await self._candidates.gather(command, store)
         except (InvalidInput, Unavailable):

@@ -117,6 +117,7 @@ def worker() -> None:
     settings = settings_or_exit()
     if settings.redis_url is None:
         fail("set REDIS_URL to the store to work on; `metaban serve` has a worker for its private Valkey already")
+    from service.descriptors import raise_limit
     from service.logging import configure_logging
     from service.supervisor import end_with_parent
     from store.errors import StoreError
@@ -125,6 +126,7 @@ def worker() -> None:
 
     configure_logging(settings.log_format, settings.log_level)
     end_with_parent()
+    raise_limit()
     try:
         run_worker(
             settings.redis_url,

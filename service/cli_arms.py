@@ -141,7 +141,7 @@ async def _work(
     redis = connect(url)
     try:
         record = await Namespaces(redis).load(settings.namespace)
-        if record is None:
+        if record is None or record.state == "deleted":
             raise StoreError(f"there is no namespace {settings.namespace} in this store: see METABAN_NAMESPACE")
         store = CatalogueStore(redis, record.keys, record.store_epoch, arms_max=settings.max_catalogue)
         layout = None if record.layout is None else FeatureLayout.from_json(record.layout)

@@ -103,7 +103,7 @@ async def _work(settings: Settings, url: str, work: Callable[[EventStream], Awai
     redis = connect(url)
     try:
         record = await Namespaces(redis).load(settings.namespace)
-        if record is None:
+        if record is None or record.state == "deleted":
             raise StoreError(f"there is no namespace {settings.namespace} in this store: see METABAN_NAMESPACE")
         return await work(
             EventStream(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, Final, Self, TypeVar, final
@@ -38,6 +37,7 @@ from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings, reward_rules
 from service.snapshots import SnapshotDesk
+from service.tensors import TensorThread
 from service.user_desk import UserDesk
 from store.audit import AuditLine, AuditLog
 from store.awaiting import AwaitingStore
@@ -76,10 +76,10 @@ class Engine:
         self._breaker = StoreBreaker(self._probe, trust_calls=not self._clustered)
         self._metrics.store_up.set_function(lambda: self._breaker.away is None)
         self._namespaces = Namespaces(self._redis)
-        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors")
+        self._compute = TensorThread()
         self._room: ServingRoom | None = None
         self._adopting: asyncio.Task[None] | None = None
-        #: Whether the namespace was deleted and made anew.
+        #: Whether the namespace was deleted on purpose, and perhaps made anew.
         self.succeeded = False
         self._desk: SnapshotDesk | None = None
 
@@ -89,23 +89,30 @@ class Engine:
         use_threads(settings.torch_threads)
         return cls(settings, redis_url, metrics)
 
-    async def start(self) -> None:
-        """Open the namespace and load what it has learned."""
+    async def start(self, made: NamespaceRecord | None = None) -> None:
+        """Open the namespace and load what it has learned; without its record it is created where there is none."""
         info = await check_server(self._redis)
-        stored = await self._namespaces.load(self.namespace)
-        overrides = {} if stored is None else stored.overrides
-        settings = overridden(self._deployment, self.namespace, overrides)
+        stored = await self._namespaces.load(self.namespace) if made is None else made
+        settings = overridden(self._deployment, self.namespace, {} if stored is None else stored.overrides)
         learner = learner_settings(settings)
-        record = await self._namespaces.open_or_create(
-            self.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()
-        )
+        if made is None:
+            record = await self._namespaces.open_or_create(
+                self.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()
+            )
+        else:
+            record = await self._namespaces.open(made)
         rules = reward_rules(settings)
         reconciled = await reconcile(self._namespaces, record, learner)
         self._live = LiveSettings(self._deployment, await self._namespaces.set_reward_rules(reconciled, rules))
         keys, store_epoch = self._live.record.keys, self._live.record.store_epoch
         self._users = UserStore(self._redis, keys, store_epoch, samples_kept=settings.samples_kept)
         self._epochs = EpochStore(self._redis, keys, store_epoch)
-        self._decisions = DecisionStore(self._redis, keys, ttl_s=settings.reward_window_s + settings.late_window_s)
+        self._decisions = DecisionStore(
+            self._redis,
+            keys,
+            ttl_s=settings.reward_window_s + settings.late_window_s,
+            store_epoch=store_epoch,
+        )
         self._events = EventStream(
             self._confirming,
             keys,
@@ -149,16 +156,19 @@ class Engine:
         log.info("engine ready", store=info.version, namespace=self.namespace, preset=learner.preset)
 
     async def stop(self) -> None:
-        """Let go of the store; what was acknowledged is in it."""
+        """Let go of the store; what was acknowledged is in it. Requests that still come fail in a foreseen way."""
         if self._desk is not None:
             await self._desk.jobs.stop()
             await self._user_desk.stop()
         await self._breaker.stop()
+        self._breaker.retire("the namespace was closed")
         if self._adopting is not None:
+            self._adopting.cancel()
             await asyncio.gather(self._adopting, return_exceptions=True)
         if self._room is not None:
             await self._room.stop()
-        self._compute.shutdown()
+        # Not here: what it has to finish would hold up everybody.
+        await asyncio.to_thread(self._compute.shutdown)
         await self._redis.aclose()
         await self._confirming.aclose()
         await self._probing.aclose()
@@ -210,10 +220,10 @@ class Engine:
         SettingsError when they cannot be used, NamespaceConflict when the record is not of the revision any more.
         """
         for _ in range(MAX_RACES):
-            current = await self._breaker.call(lambda: self._namespaces.load(self.namespace))
-            if current is None or revision not in (None, current.revision):
+            current = await self._breaker.call(lambda: self._namespaces.reload(self._live.record))
+            if revision not in (None, current.revision):
                 break
-            await self._adopt(current)
+            self._take(current)
             if await self._change(patch):
                 return self._live
         raise NamespaceConflict("the settings were changed meanwhile: look at them again")
@@ -227,7 +237,9 @@ class Engine:
             lambda: self._namespaces.change(known, overrides=overrides, learner=learner, rewards=rewards)
         )
         if changed is not None:
-            await self._adopt(changed)
+            self._take(changed)
+            if changed.learner != known.learner:
+                await self._follow()
         return changed is not None
 
     async def audit(self, line: AuditLine) -> None:
@@ -306,14 +318,22 @@ class Engine:
             log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
         return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
-    async def _adopt(self, record: NamespaceRecord) -> None:
+    def _take(self, record: NamespaceRecord) -> None:
         """Go by a record that somebody changed."""
         try:
             if self._room is not None:
-                await self._room.adopt(record)
+                self._room.take(record)
         except SettingsError as error:
             # Made by a version that knows other settings; what holds here goes on to hold.
             log.error("settings not adopted", namespace=self.namespace, reason=str(error))
+
+    async def _follow(self) -> None:
+        """Have the learner go by the settings as they are now; what fails is tried again after the next probe."""
+        try:
+            if self._room is not None:
+                await self._room.follow()
+        except Exception as error:
+            log.error("learner does not follow its settings", namespace=self.namespace, exc_info=error)
 
     async def _probe(self) -> None:
         """Whether the store is still ours; after an outage, whether it takes decisions too.
@@ -327,10 +347,12 @@ class Engine:
             self.succeeded = record is not None and record.revision > known.revision
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
         if record.state == "deleted":
+            self.succeeded = True
             raise StoreReset("the namespace was deleted")
-        if record.revision > self._live.record.revision and (self._adopting is None or self._adopting.done()):
+        self._take(record)
+        if self._room is not None and self._room.behind and (self._adopting is None or self._adopting.done()):
             # Not waited for: a layout that is just being fixed is loaded first, and that may take longer than a probe.
-            self._adopting = asyncio.create_task(self._adopt(record), context=Context())
+            self._adopting = asyncio.create_task(self._follow(), context=Context())
         if self._breaker.away is not None:
             if not self._clustered:
                 await DecisionStore(self._probing, record.keys, ttl_s=1).rehearse()

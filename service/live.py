@@ -12,6 +12,7 @@ from typing import Any, Final, final
 from pydantic import ValidationError
 
 from models.exploration import Policy, build_policy
+from models.settings import stored_settings
 from service.settings import LEARNER_SETTINGS, Settings, SettingsError, learner_settings, reward_rules, told
 from store.namespaces import NamespaceRecord
 from store.reward_rules import RewardRules
@@ -38,8 +39,7 @@ def overridden(deployment: Settings, name: str, overrides: Mapping[str, Any]) ->
     # All values are given, so that nothing is read from the environment again.
     values = {field: getattr(deployment, field) for field in Settings.model_fields}
     if overrides.get("preset", deployment.preset) != deployment.preset:
-        # What the deployment sets for its own learner means nothing to another.
-        values |= {field: Settings.model_fields[field].get_default(call_default_factory=True) for field in OF_PRESET}
+        values |= _defaults()
     values |= {**overrides, "namespace": name}
     try:
         settings = Settings(**values)
@@ -48,6 +48,30 @@ def overridden(deployment: Settings, name: str, overrides: Mapping[str, Any]) ->
     learner_settings(settings)
     reward_rules(settings)
     return settings
+
+
+def kept(deployment: Settings, record: NamespaceRecord) -> Settings:
+    """The deployment's settings as a namespace goes by them that has a life of its own.
+
+    What its learners are made of stays as it was when it was made, whatever becomes of the deployment's.
+    """
+    made = stored_settings(record.learner)
+    # What the namespace says by itself is not said twice.
+    own = record.overrides.get("learner", {})
+    structure = {name: value for name, value in made.structure().items() if name not in own}
+    structure |= {"preset": made.preset, "seed": record.seed}
+    values: dict[str, Any] = {"namespace": record.name, "partitions": record.partitions}
+    if made.preset != deployment.preset:
+        values |= _defaults()
+    values |= {name: value for name, value in structure.items() if name in Settings.model_fields}
+    more = {**values.get("learner", deployment.learner), **structure}
+    values["learner"] = {name: value for name, value in more.items() if name not in Settings.model_fields}
+    return deployment.model_copy(update=values)
+
+
+def _defaults() -> dict[str, Any]:
+    """What the deployment sets for its own learner means nothing to another."""
+    return {field: Settings.model_fields[field].get_default(call_default_factory=True) for field in OF_PRESET}
 
 
 @final

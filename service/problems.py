@@ -166,7 +166,9 @@ def as_service_error(error: Exception) -> ServiceError | None:
             )
         case StoreReset():
             _log.error("store_reset", reason=str(error))
-            return Unavailable("The store was emptied or exchanged.", retry_after_s=RESET_RETRY_AFTER_S)
+            return Unavailable(
+                "The store was emptied or exchanged, or the namespace deleted.", retry_after_s=RESET_RETRY_AFTER_S
+            )
         case StoreUnavailable():
             _log.warning("store_unavailable", reason=str(error))
             return Unavailable("The store does not answer; try again later.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextvars import Context
 from typing import Any, Final, final
 
 import structlog
@@ -12,17 +13,18 @@ from models.features import FeatureLayout
 from models.settings import stored_settings
 from service.contracts import CheckResult
 from service.engine import Engine
-from service.errors import NamespaceExists, NotFound, ServiceError, Unavailable
-from service.live import overridden
+from service.errors import NamespaceExists, NotFound, Unavailable
+from service.live import kept, overridden
 from service.metrics import Metrics
-from service.settings import Settings, SettingsError, learner_settings
+from service.settings import Settings, learner_settings
 from store.connection import connect
-from store.errors import NamespaceConflict, StoreError
+from store.errors import CorruptRecord, NamespaceConflict, StoreError, StoreUnavailable
 from store.namespaces import NamespaceRecord, Namespaces
 
-TAKEN: Final = "A namespace of this name exists."
-#: What is wrong with a namespace's settings takes somebody to see to it.
-MISFIT_RETRY_AFTER_S: Final = 10.0
+#: How often it is looked for namespaces that were deleted elsewhere.
+SWEEP_S: Final = 1.0
+#: A namespace that could not be opened is not tried again for this long, however many ask for it.
+RETRY_S: Final = 1.0
 
 log = structlog.get_logger()
 
@@ -39,21 +41,25 @@ class Recommenders:
         self._namespaces = Namespaces(self._redis)
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
+        #: Until when names are not tried again.
+        self._failed: dict[str, float] = {}
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open the namespace of requests that name none, without which nothing is served, and all the others."""
-        self._engines[self._settings.namespace] = await self._opened(self._settings.namespace)
+        self._engines[self._settings.namespace] = await self._opened(self._settings)
         for name in await self._namespaces.names():
             try:
                 await self.engine(name)
-            # The others are served; this one is tried again when it is asked for.
-            except StoreError as error:
-                log.error("namespace not opened", namespace=name, reason=str(error))
-            except ServiceError:
-                pass  # deleted meanwhile, or told of already
+            except (Unavailable, NotFound, StoreUnavailable):
+                continue  # the others are served; this one is tried again when it is asked for
+        self._sweeping = asyncio.create_task(self._sweep(), context=Context())
 
     async def stop(self) -> None:
         """Let go of the store."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait([self._sweeping])
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
         await self._redis.aclose()
 
@@ -72,65 +78,87 @@ class Recommenders:
         engine = self._engines.get(name)
         if engine is not None and not self._is_over(engine):
             return engine
+        # Those who would wait for a store that is away, one after the other, would leave no room for others.
+        self.default.require_store()
         async with self._opening:
             engine = self._engines.get(name)
-            if engine is not None and self._is_over(engine):
-                # Deleted, by this process or another, and perhaps created again since.
-                await self._close(name)
-            elif engine is not None:
+            if engine is not None and not self._is_over(engine):
                 return engine
-            record = await self._namespaces.load(name)
-            if record is None or record.state == "deleted":
-                raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
-            try:
-                self._engines[name] = await self._opened(name)
-            except (SettingsError, NamespaceConflict) as error:
-                log.error("namespace not opened", namespace=name, reason=str(error))
-                raise Unavailable(
-                    "The namespace cannot be served: its settings do not go with those of the deployment.",
-                    retry_after_s=MISFIT_RETRY_AFTER_S,
-                ) from error
-            return self._engines[name]
+            if engine is not None and name == self._settings.namespace:
+                return await self._replace(engine)
+            # Deleted, by this process or another, and perhaps created again since.
+            await self._close(name)
+            if asyncio.get_running_loop().time() < self._failed.get(name, 0.0):
+                raise _not_served()
+            return await self._open(name)
+
+    async def record(self, name: str) -> NamespaceRecord:
+        """The record of a namespace, be it served or not; NotFound when there is none."""
+        record = await self._namespaces.load(name)
+        if record is None or record.state == "deleted":
+            raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
+        return record
 
     async def records(self) -> list[NamespaceRecord]:
         """The records of all namespaces, in the order of their names."""
-        loaded = [await self._namespaces.load(name) for name in await self._namespaces.names()]
-        return [record for record in loaded if record is not None and record.state == "ready"]
+        found = []
+        for name in await self._namespaces.names():
+            try:
+                record = await self._namespaces.load(name)
+            except (CorruptRecord, ValueError) as error:  # a record, or a name, that nobody here has written
+                log.error("record of a namespace cannot be read", namespace=name, reason=str(error))
+                continue
+            if record is not None and record.state == "ready":
+                found.append(record)
+        return found
 
     async def create(self, name: str, overrides: Mapping[str, Any], layout: FeatureLayout | None) -> NamespaceRecord:
-        """A new namespace, served from now on; SettingsError when it cannot have these settings."""
+        """A new namespace, served from now on; SettingsError when it cannot have these settings.
+
+        Asked for the same again, a creation that broke off is completed.
+        """
         settings = overridden(self._settings, name, overrides)
-        learner = learner_settings(settings)
+        wanted = None if layout is None else layout.to_json()
         async with self._opening:
             before = await self._namespaces.load(name)
-            if before is not None and before.state != "deleted":
-                raise NamespaceExists(TAKEN)
+            if before is not None and (
+                before.state == "ready"
+                or (before.state == "creating" and (before.overrides, before.layout) != (overrides, wanted))
+            ):
+                raise _taken()
             try:
                 record = await self._namespaces.open_or_create(
                     name,
                     partitions=settings.partitions,
                     seed=settings.seed,
-                    learner=learner.to_json(),
-                    layout=None if layout is None else layout.to_json(),
+                    learner=learner_settings(settings).to_json(),
+                    layout=wanted,
                     overrides=dict(overrides),
                 )
-            except NamespaceConflict as error:
-                raise NamespaceExists(TAKEN) from error
-            if record.overrides != dict(overrides):
-                raise NamespaceExists(TAKEN)  # another process was faster, with other settings
+            except NamespaceConflict:
+                raise _taken() from None
+            if (record.overrides, record.layout) != (overrides, wanted):
+                raise _taken()  # somebody else was first, and wants another one
             await self._close(name)
-            self._engines[name] = await self._opened(name)
+            await self._open(name)
         log.info("namespace created", namespace=name, preset=stored_settings(record.learner).preset)
         return record
 
     async def delete(self, name: str) -> None:
-        """Delete a namespace with everything in it; that of requests that name none begins anew, empty."""
-        engine = await self.engine(name)
+        """Delete a namespace with everything in it, also one that cannot be served, or was only deleted in part.
+
+        That of requests that name none begins anew, empty.
+        """
         async with self._opening:
-            await self._close(name)
-            await self._namespaces.delete(engine.live.record)
+            record = await self._namespaces.load(name)
+            if record is None or (record.state == "deleted" and name not in await self._namespaces.names()):
+                raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
             if name == self._settings.namespace:
-                self._engines[name] = await self._opened(name)
+                await self._namespaces.delete(record)
+                await self._replace(self.default)
+            else:
+                await self._close(name)
+                await self._namespaces.delete(record)
         log.info("namespace deleted", namespace=name)
 
     async def readiness(self) -> dict[str, CheckResult]:
@@ -159,18 +187,67 @@ class Recommenders:
         """
         return engine.lost and (engine.succeeded or engine.namespace != self._settings.namespace)
 
-    async def _opened(self, name: str) -> Engine:
-        settings = self._settings.model_copy(update={"namespace": name})
+    async def _replace(self, before: Engine) -> Engine:
+        """Serve the namespace of requests that name none anew; the one before answers until then."""
+        engine = self._engines[before.namespace] = await self._opened(self._settings)
+        await before.stop()
+        return engine
+
+    async def _open(self, name: str) -> Engine:
+        """Begin to serve a namespace; Unavailable when it cannot be as it is, which the log tells of."""
+        try:
+            record = await self.record(name)
+            engine = await self._opened(kept(self._settings, record), record)
+        except (NotFound, StoreUnavailable):
+            raise
+        except Exception as error:
+            # Whatever it is, it is wrong with this one, and the others are served.
+            log.error("namespace not opened", namespace=name, exc_info=error)
+            self._failed[name] = asyncio.get_running_loop().time() + RETRY_S
+            raise _not_served() from error
+        self._failed.pop(name, None)
+        self._engines[name] = engine
+        return engine
+
+    async def _opened(self, settings: Settings, record: NamespaceRecord | None = None) -> Engine:
         engine = Engine.from_settings(settings, self._redis_url, self._metrics)
         try:
-            await engine.start()
+            await engine.start(record)
         except BaseException:
             await engine.stop()
             raise
         return engine
 
     async def _close(self, name: str) -> None:
+        self._failed.pop(name, None)
         engine = self._engines.pop(name, None)
         if engine is not None:
             await engine.stop()
             self._metrics.forget(name)
+
+    async def _sweep(self) -> None:
+        """Let go of namespaces that were deleted elsewhere and that nobody asks for any more."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for name in [name for name, engine in self._engines.items() if engine.lost]:
+                if name != self._settings.namespace:
+                    try:
+                        await self._let_go(name)
+                    except StoreError as error:
+                        log.warning("namespace not let go of", namespace=name, reason=str(error))
+
+    async def _let_go(self, name: str) -> None:
+        async with self._opening:
+            engine = self._engines.get(name)
+            record = await self._namespaces.load(name)
+            if engine is None or not engine.lost or record is None:
+                return  # of a store that was emptied somebody may restore a snapshot
+            await self._close(name)
+
+
+def _taken() -> NamespaceExists:
+    return NamespaceExists("A namespace of this name exists.")
+
+
+def _not_served() -> Unavailable:
+    return Unavailable("This namespace cannot be served as it is; the log of the service says why.")

@@ -277,7 +277,7 @@ class Replica:
 
     def _brief_soon(self) -> None:
         """Have the model prepare for whoever is likely to ask next, a few users at a time between requests."""
-        if self._briefing is None or self._briefing.done():
+        if not self._stopping and (self._briefing is None or self._briefing.done()):
             self._briefing = asyncio.create_task(self._brief_all(), context=Context())
 
     async def _brief_all(self) -> None:

@@ -10,12 +10,11 @@ import asyncio
 import errno
 import gc
 import ipaddress
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -25,6 +24,7 @@ import uvloop
 from fastapi import FastAPI
 
 from service.app import create_app
+from service.descriptors import raise_limit
 from service.drain import DrainingServer
 from service.edge import edge_in
 from service.metrics import Metrics
@@ -120,18 +120,12 @@ def room_for_connections(wanted: int) -> int:
 
     A process that runs out of descriptors cannot reach its store either.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + RESERVED_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if soft < needed:
-            room = max(1, soft - RESERVED_DESCRIPTORS, soft // 2)
-            log.warning("too few descriptors", limit=soft, wanted=needed, effect=f"{room} connections at most")
-            return room
-    return wanted
+    limit, needed = raise_limit(), wanted + RESERVED_DESCRIPTORS
+    if limit >= needed:
+        return wanted
+    room = max(1, limit - RESERVED_DESCRIPTORS, limit // 2)
+    log.warning("too few descriptors", limit=limit, wanted=needed, effect=f"{room} connections at most")
+    return room
 
 
 def store_name(settings: Settings) -> str:

@@ -59,42 +59,52 @@ class ServingRoom:
         self._compute = compute
         self._metrics = metrics
         self._opening = asyncio.Lock()
+        self._made_by = live.record
         self.serving: Serving | None = None
 
     async def start(self) -> None:
         """Serve what the namespace has learned, if its layout is known."""
-        layout = self._live.record.layout
-        if layout is not None:
-            self.serving = await self._open(FeatureLayout.from_json(layout))
+        record = self._live.record
+        if record.layout is not None:
+            self.serving = await self._open(record, FeatureLayout.from_json(record.layout))
+        self._made_by = record
 
     async def stop(self) -> None:
         """Let go of the store."""
         if self.serving is not None:
             await self.serving.replica.stop()
 
-    async def adopt(self, record: NamespaceRecord) -> None:
-        """Serve by a record that was changed: other settings of the learner, or, before any event, another layout."""
-        async with self._opening:
-            before = self._live.record
-            if record.revision <= before.revision:
-                return
+    def take(self, record: NamespaceRecord) -> None:
+        """Go by the settings of a record, if it is a newer one, at once: a learner that hangs holds up no switch."""
+        if record.revision > self._live.record.revision:
             self._live.adopt(record)
+
+    @property
+    def behind(self) -> bool:
+        """Whether what serves was made with another layout, or other settings of the learner, than there are now."""
+        now, made = self._live.record, self._made_by
+        return (now.layout, now.learner) != (made.layout, made.learner)
+
+    async def follow(self) -> None:
+        """Serve by the newest settings of the learner or, before any event, by another layout."""
+        async with self._opening:
+            record, before = self._live.record, self._made_by
             if record.layout != before.layout:
                 await self.stop()
                 self.serving = None
                 await self.start()
             elif self.serving is not None and record.learner != before.learner:
-                model = self.serving.model
                 learner = build_learner(stored_settings(record.learner), self.serving.layout.dimension)
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._compute, model.adopt_learner, learner)
+                await loop.run_in_executor(self._compute, self.serving.model.adopt_learner, learner)
+            self._made_by = record
 
     async def known_layout(self) -> FeatureLayout | None:
         """The feature layout, also when it was fixed by another process."""
         if self.serving is not None:
             return self.serving.layout
-        current = await self._namespaces.load(self._live.record.name)
-        return None if current is None or current.layout is None else FeatureLayout.from_json(current.layout)
+        current = await self._namespaces.reload(self._live.record)
+        return None if current.layout is None else FeatureLayout.from_json(current.layout)
 
     async def fix_layout(self, features: Sequence[Features], context: Features | None) -> Serving:
         """Fix the feature layout by the first request; of several first requests one wins."""
@@ -111,17 +121,17 @@ class ServingRoom:
                 )
                 # Nothing is fixed by a request that does not fit even its own layout.
                 assemble(layout, features, context)
-                known = self._live.record
-                current = await self._namespaces.load(known.name) or known
+                current = await self._namespaces.reload(self._live.record)
                 if current.layout is None:
                     current = await self._namespaces.set_layout(current, layout.to_json())
-                self._live.adopt(current)
-                self.serving = await self._open(FeatureLayout.from_json(current.layout or layout.to_json()))
+                self.take(current)
+                self.serving = await self._open(current, FeatureLayout.from_json(current.layout or layout.to_json()))
+                self._made_by = current
                 log.info("feature layout fixed", **(current.layout or {}))
             return self.serving
 
-    async def _open(self, layout: FeatureLayout) -> Serving:
-        settings, record = self._live.settings, self._live.record
+    async def _open(self, record: NamespaceRecord, layout: FeatureLayout) -> Serving:
+        settings = self._live.settings
         learner = build_learner(stored_settings(record.learner), layout.dimension)
         model = ServedModel(
             learner,

@@ -39,8 +39,8 @@ class SnapshotDesk:
 
         async def work(tell: Progress) -> dict[str, Any]:
             record = await Namespaces(self._redis).load(self._namespace)
-            if record is None:
-                raise SnapshotError("the store was emptied or exchanged: restart the service")
+            if record is None or record.state == "deleted":
+                raise SnapshotError("the store was emptied or exchanged, or the namespace deleted")
             taken = await create_snapshot(self._redis, record, self._folder.path, self._rules, name=name, progress=tell)
             return {"snapshot": taken.id, "users": taken.users, "events": taken.events, "damaged": taken.damaged}
 

@@ -40,19 +40,23 @@ class OpenDecision:
 class DecisionIndex:
     """What is noted of the decisions of one namespace's users."""
 
-    def __init__(self, redis: Store, keys: NamespaceKeys) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, store_epoch: str = "") -> None:
+        """Nothing is noted but in the store of this epoch; an empty one stands for any."""
         self._redis = redis
         self._keys = keys
+        self._store_epoch = store_epoch
         self._retract = load_script(redis, "retract")
 
     def note(self, user_id: str, incarnation: int, decision_id: str, *, ttl_ms: int, profile: bytes) -> ScriptCall:
         """What the script takes that notes a decision, and the profile that came with it if that is not empty."""
+        partition = self._keys.partition_of(user_id)
         keys = [
-            self._keys.versions(self._keys.partition_of(user_id)),
+            self._keys.versions(partition),
             self._keys.decided(user_id),
             self._keys.profile(user_id),
+            self._keys.marker(partition),
         ]
-        return keys, [user_id, incarnation, decision_id, ttl_ms, profile]
+        return keys, [user_id, incarnation, decision_id, ttl_ms, profile, self._store_epoch]
 
     async def unnote(self, user_id: str, decision_id: str) -> None:
         """Take back a note of what is not this user's decision."""

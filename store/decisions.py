@@ -19,7 +19,7 @@ from store.awaiting import Awaited
 from store.codec import FLOAT32, decode_tensors, encode_tensors
 from store.connection import Argument, Command, Store, as_bytes, as_int, command, pipeline
 from store.decision_index import DecisionIndex, OpenDecision
-from store.errors import CorruptRecord, FenceLost, StoreError, StoreUnavailable
+from store.errors import CorruptRecord, FenceLost, StoreError, StoreReset, StoreUnavailable
 from store.keys import NamespaceKeys
 from store.scripts import load_script
 
@@ -149,13 +149,14 @@ class Decision:
 class DecisionStore:
     """The decisions of one namespace."""
 
-    def __init__(self, redis: Store, keys: NamespaceKeys, *, ttl_s: float) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, *, ttl_s: float, store_epoch: str = "") -> None:
+        """With a store epoch nothing is stored in another store, or in a namespace that was deleted."""
         if ttl_s <= 0:
             raise ValueError("decisions must be kept for some time")
         self._redis = redis
         self._keys = keys
         self._ttl_ms = max(1, round(ttl_s * 1_000))
-        self._index = DecisionIndex(redis, keys)
+        self._index = DecisionIndex(redis, keys, store_epoch)
         self._decide = load_script(redis, "decide")
         self._activate = load_script(redis, "activate")
         self._note = load_script(redis, "note")
@@ -166,6 +167,7 @@ class DecisionStore:
         With `overdue_ms` its arms wait for rewards until then, see `store.awaiting`. With it goes the profile of the
         user, if that has to be written. FenceLost, with nothing stored and the incarnation that the user is in, when
         they began anew since it was decided: it is of no use to them, and would outlive them if they were forgotten.
+        StoreReset, with nothing stored either, when the namespace is gone.
         """
         user_id, decision_id, record = decision.user_id, decision.decision_id, decision.encode()
         ttl_ms = self._kept_ms(decision, overdue_ms)
@@ -184,8 +186,13 @@ class DecisionStore:
             await self._index.unnote(user_id, decision_id)
         elif standing.incarnation != as_int(current):
             await self._index.retract(decision_id, record if stored is None else as_bytes(stored))
+            self._check_noted(as_int(current))
             raise FenceLost("incarnation", str(as_int(current)))
         return standing
+
+    def _check_noted(self, incarnation: int) -> None:
+        if incarnation < 0:
+            raise StoreReset(f"namespace {self._keys.namespace} was deleted, or vanished with its store")
 
     def _storing(self, decision: Decision, record: bytes, overdue_ms: int | None) -> Command:
         """What stores a decision, and has it wait for rewards."""
@@ -210,14 +217,17 @@ class DecisionStore:
             if now_ms - decision.created_ms > window_ms:
                 return None
             activated = replace(decision, activated_ms=now_ms)
+            # Noted for longer before it is kept for longer: broken off in between, nobody misses it who is forgotten.
+            if not await self._note_anew(activated, overdue_ms):
+                return None
             read = sha1(as_bytes(stored), usedforsecurity=False).hexdigest()
             arguments = [read, activated.encode(), *self._waiting_arguments(activated, overdue_ms)]
             if await self._activate.call(self._waiting_keys(activated), arguments):
-                return await self._noted_anew(activated, overdue_ms)
+                return activated
             # Somebody else was first, or it has just gone: the next look tells.
 
-    async def _noted_anew(self, decision: Decision, overdue_ms: int | None) -> Decision | None:
-        """A decision that is kept longer than was noted; None when its user began anew since."""
+    async def _note_anew(self, decision: Decision, overdue_ms: int | None) -> bool:
+        """Note a decision that will be kept longer than was noted; False when its user began anew since."""
         noted = self._index.note(
             decision.user_id,
             decision.incarnation,
@@ -225,10 +235,9 @@ class DecisionStore:
             ttl_ms=self._kept_ms(decision, overdue_ms),
             profile=b"",
         )
-        if as_int(await self._note.call(*noted)) == decision.incarnation:
-            return decision
-        await self._index.retract(decision.decision_id, decision.encode())
-        return None
+        current = as_int(await self._note.call(*noted))
+        self._check_noted(current)
+        return current == decision.incarnation
 
     def _kept_ms(self, decision: Decision, overdue_ms: int | None) -> int:
         """How long a decision is kept: as long as rewards may come, and until it is seen to that none came."""

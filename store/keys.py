@@ -211,6 +211,14 @@ class NamespaceKeys:
         """What all keys of the namespace match, and none of another."""
         return f"{PREFIX}:{{{self.namespace}:*"
 
+    def guard_of(self, key: str) -> str:
+        """What tells in the slot of a key of this namespace whose it is: the record, or the marker of a partition.
+
+        Also of a partition that there is no more, since the name had another number of them once.
+        """
+        tag, _, _ = key.partition("}")
+        return f"{tag}}}:namespace" if tag.endswith(":meta") else f"{tag}}}:marker"
+
     def _meta(self, name: str) -> str:
         return f"{PREFIX}:{{{self.namespace}:meta}}:{name}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, final
 from uuid import uuid4
@@ -92,6 +93,7 @@ class Namespaces:
     def __init__(self, redis: Store) -> None:
         self._redis = redis
         self._replace = load_script(redis, "namespace")
+        self._unlinking = load_script(redis, "unlink")
 
     async def names(self) -> list[str]:
         """All namespaces, in alphabetical order."""
@@ -116,6 +118,8 @@ class Namespaces:
         stored = await command(self._redis, "SET", fresh.keys.record, fresh.encode(), "NX", "GET")
         record = fresh if stored is None else NamespaceRecord.decode(as_bytes(stored))
         if record.state == "deleted":
+            # Whoever deleted it may not have come to the end, and a request under way may have written after that.
+            await self._clear(record)
             record = await self._succeed(record, fresh)
         if record.partitions != partitions:
             raise NamespaceConflict(
@@ -126,12 +130,13 @@ class Namespaces:
 
     async def open(self, record: NamespaceRecord) -> NamespaceRecord:
         """A namespace that was loaded, checked, and completed if its creation was interrupted."""
-        # Before it is ready: whoever is told of it finds it, or waits for it.
-        await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
         if record.state == "creating":
+            # Before it is ready: whoever is told of it finds it, or waits for it.
+            await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
             await self.revive(record)
             return await self._finish(record)
         await self._check_markers(record)
+        await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
         return record
 
     async def revive(self, record: NamespaceRecord) -> None:
@@ -151,6 +156,13 @@ class Namespaces:
         """The record of a namespace."""
         stored = await command(self._redis, "GET", NamespaceKeys(name, 1).record)
         return None if stored is None else NamespaceRecord.decode(as_bytes(stored))
+
+    async def reload(self, record: NamespaceRecord) -> NamespaceRecord:
+        """The record as it is now; StoreReset when the namespace is gone, or another one has its name."""
+        current = await self.load(record.name)
+        if current is None or current.store_epoch != record.store_epoch or current.state == "deleted":
+            raise StoreReset(f"namespace {record.name} was deleted, or vanished with its store")
+        return current
 
     async def set_layout(self, record: NamespaceRecord, layout: dict[str, Json]) -> NamespaceRecord:
         """Agree on the feature layout; the record that holds now, of another caller if that one was first.
@@ -189,19 +201,35 @@ class Namespaces:
         return wanted if await self._compare_and_set(record, wanted) is None else None
 
     async def delete(self, record: NamespaceRecord) -> None:
-        """Delete a namespace with all it has; only the word of it stays, in its record.
+        """Delete a namespace with all it has; only the word of it stays, in its record. Repeated, it is completed.
 
-        Without its markers no script writes into it any more. What a request under way still writes expires.
+        Without its markers no script writes into it any more.
         """
         while record.state != "deleted":
             gone = await self.change(record, state="deleted", layout=None, overrides={})
             record = gone or await self.load(record.name) or replace(record, state="deleted")
-        keys = record.keys
-        await pipeline(self._redis, [("DEL", keys.marker(partition)) for partition in range(record.partitions)])
-        async for found in scan(self._redis, keys.every_pattern):
-            doomed = [key for key in found if key != keys.record.encode()]
-            await pipeline(self._redis, [("UNLINK", key) for key in doomed])
+        await self._clear(record)
         await command(self._redis, "SREM", NAMESPACE_NAMES, record.name)
+        begun = await self.load(record.name)
+        if begun is not None and begun.state != "deleted":
+            # Somebody had the name already, and was just taken off the list with it.
+            await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
+
+    async def _clear(self, deleted: NamespaceRecord) -> None:
+        """Delete all that a deleted namespace has, and nothing of one that has begun under its name."""
+        keys = deleted.keys
+        await self._unlink(deleted, [keys.marker(partition) for partition in range(deleted.partitions)])
+        async for found in scan(self._redis, keys.every_pattern):
+            await self._unlink(deleted, [as_text(key) for key in found if key != keys.record.encode()])
+
+    async def _unlink(self, deleted: NamespaceRecord, doomed: Iterable[str]) -> None:
+        guarded: dict[str, list[str]] = {}
+        for key in doomed:
+            guarded.setdefault(deleted.keys.guard_of(key), []).append(key)
+        await self._unlinking.call_many(
+            ([guard, *keys], [deleted.store_epoch, "namespace" if guard == deleted.keys.record else "marker"])
+            for guard, keys in guarded.items()
+        )
 
     async def _succeed(self, deleted: NamespaceRecord, fresh: NamespaceRecord) -> NamespaceRecord:
         """Begin anew under a name whose namespace was deleted; of several who do one wins."""
@@ -237,6 +265,8 @@ class Namespaces:
         current = NamespaceRecord.decode(as_bytes(stored[0])) if stored else None
         if current is None or (current.store_epoch != record.store_epoch and record.state != "deleted"):
             raise StoreReset(f"the record of namespace {record.name} vanished or is of another store")
+        if current.state == "deleted" and wanted.state != "deleted" and record.state != "deleted":
+            raise StoreReset(f"namespace {record.name} was deleted")
         return current
 
     async def _check_markers(self, record: NamespaceRecord) -> None:

@@ -87,6 +87,8 @@ async def _open(redis: Store, namespace: str, manifest: Manifest, rules: Learner
     """The namespace to restore, checked against the snapshot, or made after it."""
     namespaces = Namespaces(redis)
     record = await namespaces.load(namespace)
+    if record is not None and record.state == "deleted":
+        record = None  # what a name had before it was deleted is no matter
     if record is not None:
         _check_fits(record, manifest, rules)
     if record is None or record.state == "creating":

@@ -13,7 +13,6 @@ from models.learner import State
 from models.presets import build_learner
 from models.settings import stored_settings
 from store.epochs import Epoch, EpochStore
-from store.errors import StoreReset
 from store.namespaces import NamespaceRecord, Namespaces
 from store.reward_rules import RewardRules
 from worker.trainer import Trainer
@@ -78,17 +77,11 @@ class NamespaceModel:
 
     async def refresh_record(self) -> None:
         """Take over a changed record, together with the epoch that holds: fits go on while it is read."""
-        record = await self._load_record()
+        record = await self._namespaces.reload(self._record)
         if record.revision == self._record.revision:
             return
         async with self._refreshing:
-            self._adopt(await self._load_record(), await self._epochs.current())
-
-    async def _load_record(self) -> NamespaceRecord:
-        record = await self._namespaces.load(self._record.name)
-        if record is None or record.store_epoch != self._record.store_epoch or record.state == "deleted":
-            raise StoreReset(f"namespace {self._record.name} vanished or belongs to another store")
-        return record
+            self._adopt(await self._namespaces.reload(self._record), await self._epochs.current())
 
     async def refresh_epoch(self) -> None:
         """Take over the newest published epoch; the one of the settings when the store has lost all."""

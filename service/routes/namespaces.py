@@ -161,7 +161,7 @@ async def create(request: Request) -> NamespaceOut:
 )
 async def show(request: Request, name: Name) -> NamespaceOut:
     """How it was made, and in what it differs from the deployment."""
-    return _shown((await edge_of(request).recommenders.engine(name)).live.record)
+    return _shown(await edge_of(request).recommenders.record(name))
 
 
 @router.delete(

@@ -42,6 +42,7 @@ ScriptName: TypeAlias = Literal[
     "search",
     "status",
     "strike",
+    "unlink",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]
 

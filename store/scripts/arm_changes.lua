@@ -9,8 +9,9 @@
 local HEAD = 5
 local catalogue, log, arms, changes = KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
-local record = redis.call('GET', KEYS[1])
-if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
+local stored_record = redis.call('GET', KEYS[1])
+local record = stored_record and cjson.decode(stored_record)
+if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
   return {'reset'}
 end
 local state = redis.call('HMGET', catalogue, 'revision', 'stamp', 'compacted')

@@ -2,8 +2,9 @@
 -- KEYS  namespace, lease, epoch, restoring, restores
 -- ARGV  store epoch, lease token, snapshot id, least number of the epoch to come
 -- Reply {'ok', generation, number of the epoch to come} | {'reset'} | {'lease'}: nothing was written then
-local record = redis.call('GET', KEYS[1])
-if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
+local stored_record = redis.call('GET', KEYS[1])
+local record = stored_record and cjson.decode(stored_record)
+if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
   return {'reset'}
 end
 if redis.call('GET', KEYS[2]) ~= ARGV[2] then

@@ -12,8 +12,9 @@ local function text(number)
   return string.format('%.0f', number)
 end
 
-local record = redis.call('GET', KEYS[1])
-if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
+local stored_record = redis.call('GET', KEYS[1])
+local record = stored_record and cjson.decode(stored_record)
+if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
   return {'reset'}
 end
 local state = redis.call('HMGET', catalogue, 'revision', 'compacted', 'lost_version')

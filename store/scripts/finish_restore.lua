@@ -2,8 +2,9 @@
 -- KEYS  namespace, lease, epoch, epoch_log, restoring
 -- ARGV  store epoch, lease token, generation, number, blob, log cap, stamp, members as JSON
 -- Reply 'ok' | 'reset' | 'lease' | 'overtaken': what did not hold; nothing was written then
-local record = redis.call('GET', KEYS[1])
-if not record or cjson.decode(record).store_epoch ~= ARGV[1] then
+local stored_record = redis.call('GET', KEYS[1])
+local record = stored_record and cjson.decode(stored_record)
+if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
   return 'reset'
 end
 if redis.call('GET', KEYS[2]) ~= ARGV[2] then

@@ -4,7 +4,8 @@
 --       members as JSON
 -- Reply 'ok' | 'reset' | 'restoring' | 'lease' | 'number' | 'stamp': what did not hold; nothing was written then
 local stored = redis.call('GET', KEYS[1])
-if not stored or cjson.decode(stored).store_epoch ~= ARGV[1] then
+local record = stored and cjson.decode(stored)
+if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
   return 'reset'
 end
 -- Users are partly of a snapshot: whatever was derived from them would make that last.

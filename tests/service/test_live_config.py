@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import httpx
@@ -127,6 +129,128 @@ class TestKillSwitch:
         assert (await http.post("/recommend", json={"user_id": "u", "arms": misfits})).status_code == 200
         await patched(http, serving="learner")
         assert (await http.post("/recommend", json=ASK)).json()["policy"] == "ucb-floor"
+
+    async def test_arms_of_the_ranking_come_first_and_each_once(self, http: httpx.AsyncClient) -> None:
+        for arm in "abcdef":
+            await http.put(f"/admin/arms/{arm}", json={"features": [1.0]})
+        await patched(http, serving="baseline", baseline=["e", "x", "b", "e", "a"])
+
+        async def chosen(**ask: object) -> list[str]:
+            answer = await http.post("/recommend", json={"user_id": "u", **ask})
+            assert answer.status_code == 200, answer.text
+            return [item["arm_id"] for item in answer.json()["items"]]
+
+        assert await chosen(k=100) == ["e", "b", "a", "c", "d", "f"]
+        assert await chosen(k=2) == ["e", "b"]
+        assert await chosen(k=4, exclude=["e", "c", "nobody"]) == ["b", "a", "d", "f"]
+        assert await chosen(k=9, arm_ids=["f", "d", "a"]) == ["a", "f", "d"]
+
+    async def test_it_is_there_when_the_learner_hangs(self, redis: Redis, valkey_url: str) -> None:
+        """Also for somebody who was forgotten, for whom asks again, and when the switch is only thrown now."""
+        async with running_app(valkey_url) as (app, http):
+            ask = {**ASK, "decision_id": "learned", "explain": True}
+            first = (await http.post("/recommend", json=ask)).json()
+            await http.delete("/admin/users/somebody")
+            hanging = threading.Event()
+            engine = app.state.edge.recommenders.default
+            engine._compute.submit(hanging.wait)
+            stuck = asyncio.create_task(http.patch("/admin/config", json={"alpha": 0.7}))
+            try:
+                await asyncio.sleep(0.1)  # it waits for the learner to go by that
+                async with asyncio.timeout(10):
+                    await patched(http, serving="baseline")
+                    for name in ("u", "somebody", "new"):
+                        theirs = {**ask, "user_id": name, "decision_id": f"of-{name}"}
+                        answer = await http.post("/recommend", json=theirs)
+                        assert (answer.json()["policy"], answer.json()["logged"]) == ("baseline", True)
+                        again = await http.post("/recommend", json=theirs)
+                        assert again.json()["items"] == answer.json()["items"]
+                    replayed = (await http.post("/recommend", json=ask)).json()
+                    assert [item["arm_id"] for item in replayed["items"]] == [i["arm_id"] for i in first["items"]]
+                    assert replayed["items"][0]["explanation"] is None
+                    assert (await http.get("/health/ready")).json()["checks"]["store"]["ok"] is True
+            finally:
+                hanging.set()
+            assert (await stuck).status_code == 200
+            shown = (await http.get("/admin/config")).json()["settings"]
+            assert (shown["alpha"], shown["serving"]) == (0.7, "baseline")
+
+    async def test_it_reaches_other_processes_whose_learner_hangs(self, redis: Redis, valkey_url: str) -> None:
+        async with running_app(valkey_url) as (_, here), running_app(valkey_url) as (app, there):
+            await here.post("/recommend", json=ASK)
+            await there.post("/recommend", json=ASK)
+            hanging = threading.Event()
+            app.state.edge.recommenders.default._compute.submit(hanging.wait)
+            try:
+                await patched(here, alpha=0.7)
+
+                async def adopted() -> bool:
+                    return (await there.get("/admin/config")).json()["settings"]["alpha"] == 0.7
+
+                await soon(adopted)
+                await patched(here, serving="baseline")
+
+                async def thrown() -> bool:
+                    return (await there.get("/admin/config")).json()["settings"]["serving"] == "baseline"
+
+                await soon(thrown)
+                assert (await there.post("/recommend", json=ASK)).json()["policy"] == "baseline"
+            finally:
+                hanging.set()
+            await patched(here, serving=None, alpha=0)
+
+            async def followed() -> bool:
+                answer = (await there.post("/recommend", json=ASK)).json()
+                return answer["policy"] == "ucb-floor" and answer["items"][0]["bonus"] == 0
+
+            await soon(followed)
+
+    async def test_it_fixes_no_layout_and_waits_for_no_epoch(self, http: httpx.AsyncClient) -> None:
+        await patched(http, serving="baseline")
+        ask = {**ASK, "decision_id": "d", "explain": True, "min_version": 99}
+        for _ in range(2):
+            answer = await http.post("/recommend", json=ask)
+            assert (answer.status_code, answer.json()["model_version"]) == (200, 0)
+            assert answer.json()["items"][0]["explanation"] is None
+        assert (await http.get("/admin/namespaces/default")).json()["layout"] is None
+
+    @pytest.mark.parametrize("outage", ["serve", "refuse"])
+    async def test_decisions_under_way_while_it_is_thrown_back_and_forth(
+        self, redis: Redis, valkey_url: str, outage: str
+    ) -> None:
+        async with running_app(valkey_url, store_outage=outage) as (_, http):
+            await http.delete("/admin/users/u0")
+            ended = asyncio.Event()
+            seen: set[str] = set()
+
+            async def ask(place: int) -> None:
+                turn = 0
+                while not ended.is_set():
+                    turn += 1
+                    body = {
+                        **ASK,
+                        "user_id": f"u{place}",
+                        "decision_id": f"{place}-{turn}",
+                        "k": 4,
+                        "explain": place > 2,
+                    }
+                    answers = await asyncio.gather(*(http.post("/recommend", json=body) for _ in range(2)))
+                    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+                    one, other = (answer.json() for answer in answers)
+                    assert (one["logged"], other["logged"]) == (True, True)
+                    assert one["policy"] == other["policy"]
+                    chosen = [[item["arm_id"] for item in answer["items"]] for answer in (one, other)]
+                    assert chosen[0] == chosen[1]
+                    seen.add(one["policy"])
+
+            asking = [asyncio.create_task(ask(place)) for place in range(4)]
+            for turn in range(10):
+                await patched(http, serving="learner" if turn % 2 else "baseline", baseline=["arm 3"])
+                await asyncio.sleep(0.03)
+            ended.set()
+            async with asyncio.timeout(20):
+                await asyncio.gather(*asking)
+            assert seen == {"baseline", "ucb-floor"}
 
 
 class TestAudit:

@@ -321,7 +321,7 @@ async def _gone(receive: Any) -> None:
 
 ASK_FOR_ROOM = """
 import resource, sys
-from service.server import RESERVED_DESCRIPTORS, room_for_connections
+from service.server import room_for_connections
 soft, hard, wanted = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(room_for_connections(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -330,7 +330,7 @@ print(room_for_connections(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0
 
 @pytest.mark.parametrize(
     ("soft", "hard", "wanted", "room", "raised"),
-    [(256, 4_096, 2_048, 2_048, 2_560), (4_096, 4_096, 2_048, 2_048, 4_096), (1_024, 1_024, 2_048, 512, 1_024)],
+    [(256, 4_096, 2_048, 2_048, 4_096), (4_096, 4_096, 2_048, 2_048, 4_096), (1_024, 1_024, 2_048, 512, 1_024)],
 )
 def test_the_store_is_left_descriptors(soft: int, hard: int, wanted: int, room: int, raised: int) -> None:
     command = [sys.executable, "-c", ASK_FOR_ROOM, *map(str, (soft, hard, wanted))]

@@ -173,6 +173,49 @@ async def test_a_deleted_namespace_leaves_its_record_and_nothing_else(redis: Red
     await namespaces.delete(kept)  # once more does no harm
 
 
+async def test_who_deletes_late_deletes_nothing_of_a_namespace_that_has_begun_since(redis: Redis):
+    namespaces = Namespaces(redis)
+    first = await open_shop(redis, partitions=3)
+    await namespaces.delete(first)
+    tombstone = await namespaces.load("shop")
+    assert tombstone is not None
+    second = await open_shop(redis, partitions=2)
+    await redis.set(second.keys.user("u"), "anything")
+    await redis.hset(second.keys.arms, "a", "[1]")
+    await redis.set(first.keys.user("v") if first.keys.partition_of("v") == 2 else "metaban:{shop:p02}:user:v", "old")
+    before = {key async for key in redis.scan_iter("metaban:{shop:*")}
+    await namespaces.delete(tombstone)  # by somebody who was held up for long
+    after = {key async for key in redis.scan_iter("metaban:{shop:*")}
+    assert before - after == {b"metaban:{shop:p02}:user:v"}  # of a partition that there is no more
+    assert await namespaces.load("shop") == second
+    assert await namespaces.names() == ["shop"]
+    assert await namespaces.open(second) == second
+
+
+async def test_a_namespace_that_is_gone_is_not_changed(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await open_shop(redis)
+    assert await namespaces.reload(record) == record
+    await namespaces.delete(record)
+    with pytest.raises(StoreReset):
+        await namespaces.reload(record)
+    for change in (
+        namespaces.set_layout(record, {"dim": 1}),
+        namespaces.replace_learner(record, {"b": 1}),
+        namespaces.set_reward_rules(record, RewardRules(wait_s=3)),
+        namespaces.change(record, overrides={"alpha": 1}),
+    ):
+        with pytest.raises(StoreReset):
+            await change
+    kept = await namespaces.load("shop")
+    assert kept is not None
+    assert (kept.state, kept.layout, kept.overrides) == ("deleted", None, {})
+    again = await open_shop(redis)
+    with pytest.raises(StoreReset):
+        await namespaces.reload(record)
+    assert await namespaces.reload(again) == again
+
+
 async def test_a_name_is_free_again_after_deletion(redis: Redis):
     namespaces = Namespaces(redis)
     first = await open_shop(redis)

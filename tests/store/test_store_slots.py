@@ -144,6 +144,11 @@ async def use_snapshots(redis: Redis, record: NamespaceRecord) -> None:
         manifest = await create_snapshot(redis, record, Path(folder), AnyLearner())
         path = Path(folder) / f"{manifest.id}.tar"
         assert (await restore_snapshot(redis, path, record.name, AnyLearner())).users == manifest.users
+        await Namespaces(redis).delete(record)
+        assert (await restore_snapshot(redis, path, record.name, AnyLearner())).users == manifest.users
+        restored = await Namespaces(redis).load(record.name)
+        assert restored is not None
+        assert (restored.state, restored.store_epoch == record.store_epoch) == ("ready", False)
 
 
 @pytest.mark.single_node("it records what is sent to one; the servers of a cluster refuse to cross slots themselves")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from store.errors import StoreReset
+from store.keys import NAMESPACE_NAMES, NamespaceKeys
 from store.namespaces import Namespaces
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import Workshop, make_event, soon
@@ -73,6 +75,31 @@ async def test_it_learns_for_every_namespace_that_comes_and_leaves_those_that_go
     again = await open_workshop(name="books", partitions=3)
     await again.streams.enqueue([make_event("new", 1)])
     await soon(lambda: versions_sum(again, 1))
+    assert not worker.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await worker
+
+
+async def test_what_is_wrong_with_one_namespace_does_not_concern_the_others(
+    open_workshop: OpenWorkshop, valkey_url: str
+) -> None:
+    shops = {name: await open_workshop(name=name, partitions=2) for name in ("books", "lost", "odd", "shoes")}
+    redis, odd, lost = shops["books"].redis, shops["odd"].record, shops["lost"].record
+    await redis.set(odd.keys.record, replace(odd, learner={"preset": "other"}, revision=odd.revision + 1).encode())
+    await redis.delete(lost.keys.marker(0), lost.keys.events(0))
+    await redis.set(NamespaceKeys("broken", 1).record, b"no record")
+    await redis.sadd(NAMESPACE_NAMES, "broken", "not a name")
+    worker = asyncio.create_task(_run(valkey_url, SETTINGS))
+    for turn in range(3):  # they fail again and again
+        for name in ("books", "shoes"):
+            await shops[name].streams.enqueue([make_event(f"user {n}", 10 * turn + n) for n in range(6)])
+        for name in ("books", "shoes"):
+            await soon(lambda name=name, turn=turn: versions_sum(shops[name], 6 * (turn + 1)))  # type: ignore[misc]
+        await asyncio.sleep(0.3)
+    await shops["odd"].streams.enqueue([make_event("user", 1)])
+    await redis.set(odd.keys.record, replace(odd, revision=odd.revision + 2).encode())
+    await soon(lambda: versions_sum(shops["odd"], 1), "mended, it is worked on")
     assert not worker.done()
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(10):
