@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
 from typing import Any, Final, final
 
@@ -17,13 +18,26 @@ from store.errors import StoreError
 READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Path parameters that name a person; told apart by a digest, which a forgotten user may leave behind.
 PERSONAL: Final = frozenset({"user_id"})
+#: Values of a list that are written down, and of a longer one.
+LIST_MAX: Final = 20
+LIST_TOLD: Final = 5
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
 def note_detail(request: Request, **detail: Any) -> None:
     """Have more written down of what this request does."""
-    request.state.audit_detail = detail
+    request.state.audit_detail = {name: _told(value) for name, value in detail.items()}
+
+
+def _told(value: Any) -> Any:
+    """A value as it is written down; of a long list its beginning, and a digest that tells it from others."""
+    if isinstance(value, dict):
+        return {name: _told(part) for name, part in value.items()}
+    if isinstance(value, list) and len(value) > LIST_MAX:
+        digest = blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+        return {"values": len(value), "first": value[:LIST_TOLD], "digest": digest}
+    return value
 
 
 @final

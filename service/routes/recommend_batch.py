@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from service.engine import Engine
 
 router = APIRouter(tags=["recommendations"])
+
+#: Requests of a batch that are under way at once: each may hold the inputs of a whole catalogue.
+AT_ONCE: Final = 16
 
 
 @final
@@ -88,14 +91,18 @@ async def recommend_batch(request: Request, engine: ClientEngine) -> Response:
     arrived_s = time.perf_counter()
     edge = edge_of(request)
     payloads: list[Any] = body_as(RecommendBatch, parse_json(body)).requests
-    results = await asyncio.gather(*(_answered(engine, edge, payload, arrived_s) for payload in payloads))
+    turn = asyncio.Semaphore(AT_ONCE)
+    results = await asyncio.gather(*(_answered(engine, edge, payload, arrived_s, turn) for payload in payloads))
     answer = RecommendBatchResponse(results=results)
     return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-async def _answered(engine: Engine, edge: Edge, payload: Any, arrived_s: float) -> BatchResultOut:
+async def _answered(
+    engine: Engine, edge: Edge, payload: Any, arrived_s: float, turn: asyncio.Semaphore
+) -> BatchResultOut:
     try:
-        return BatchResultOut(status=200, decision=await decide(engine, edge, payload, arrived_s))
+        async with turn:
+            return BatchResultOut(status=200, decision=await decide(engine, edge, payload, arrived_s))
     except Exception as error:
         status, problem = problem_within(error)
         return BatchResultOut(status=status, problem=Problem(**problem))

@@ -269,6 +269,20 @@ class TestAudit:
         assert admin.key not in text
         assert "somebody-by-name" not in text
 
+    async def test_a_line_is_short_whatever_was_changed(self, http: httpx.AsyncClient, redis: Redis) -> None:
+        rankings = [[f"{turn} {'x' * 80} {place}" for place in range(9_000)] for turn in range(2)]
+        for ranking in rankings:
+            await patched(http, baseline=ranking, epsilon=0.5)
+        answer = await http.get("/admin/audit?limit=1")
+        assert len(answer.content) < 4_000
+        [line] = answer.json()["lines"]
+        assert line["detail"]["after"]["epsilon"] == 0.5
+        before, after = line["detail"]["before"]["baseline"], line["detail"]["after"]["baseline"]
+        assert (before["values"], before["first"]) == (9_000, rankings[0][:5])
+        assert (after["values"], after["first"]) == (9_000, rankings[1][:5])
+        assert before["digest"] != after["digest"]
+        assert await redis.memory_usage("metaban:{default:meta}:audit") < 16_000
+
     async def test_pages(self, http: httpx.AsyncClient) -> None:
         for step in range(5):
             await patched(http, epsilon=step / 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,8 +11,9 @@ import structlog
 from edge_engine import EdgeEngine, edge
 from redis.asyncio import Redis
 
-from service.contracts import RecommendCommand
+from service.contracts import Recommendation, RecommendCommand
 from service.errors import Overloaded
+from service.routes.recommend_batch import AT_ONCE
 from store.errors import BacklogFull, NotReplicated, StoreReset, StoreUnavailable
 from tests.service.test_edge_snapshots import ARMS, served
 
@@ -63,6 +65,26 @@ async def test_the_first_requests_of_a_namespace(redis: Redis, valkey_url: str, 
         results = (await client.post("/recommend/batch", json={"requests": batch})).json()["results"]
         assert [each["status"] for each in results] == [200] * 100
         assert len({each["decision"]["decision_id"] for each in results}) == 100
+
+
+async def test_a_batch_does_not_hold_all_its_requests_at_once() -> None:
+    """Each may have the inputs of a whole catalogue in memory."""
+
+    class Counting(EdgeEngine):
+        under_way = most = 0
+
+        async def recommend(self, command: RecommendCommand) -> Recommendation:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            await asyncio.sleep(0)
+            self.under_way -= 1
+            return await super().recommend(command)
+
+    engine = Counting()
+    async with edge(engine) as client:
+        answer = await client.post("/recommend/batch", json={"requests": [ASK] * 100})
+    assert [each["status"] for each in answer.json()["results"]] == [200] * 100
+    assert 1 < engine.most <= AT_ONCE < 100
 
 
 @pytest.mark.parametrize(
