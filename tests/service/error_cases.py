@@ -276,6 +276,12 @@ CASES = [
         "min_version", given=decided, settings={"wait_applied_timeout_s": 0.05},
     ),
     Case(
+        "an epoch before the first request", 503, "version-not-reached", "POST /recommend", {**ASK, "min_version": 1},
+        "min_version", settings={"wait_applied_timeout_s": 0.05},
+        # It is well, and the first one: it has shown what features look like.
+        writes=frozenset({"namespace"}),
+    ),
+    Case(
         "a full backlog", 503, "overloaded", "POST /feedback", REWARD, given=backlog, settings={"backlog_limit": 1},
         cause=BacklogFull, retry_after=2,
     ),
