@@ -93,7 +93,7 @@ class Engine:
         """Open the namespace and load what it has learned; without its record it is created where there is none."""
         info = await check_server(self._redis)
         stored = await self._namespaces.load(self.namespace) if made is None else made
-        settings = overridden(self._deployment, self.namespace, {} if stored is None else stored.overrides)
+        settings = self._settings_of({} if stored is None else stored.overrides)
         learner = learner_settings(settings)
         if made is None:
             record = await self._namespaces.open_or_create(
@@ -120,7 +120,7 @@ class Engine:
             backlog_limit=settings.backlog_limit,
             confirm=self._confirmation(info),
         )
-        self._audit = AuditLog(self._redis, keys)
+        self._audit = AuditLog(self._redis, keys, store_epoch)
         self._room = ServingRoom(self._live, self._namespaces, self._users, self._epochs, self._compute, self._metrics)
         self._desk = SnapshotDesk(self._redis, settings, self._live.record)
         catalogue_store = CatalogueStore(self._redis, keys, store_epoch, arms_max=settings.max_catalogue)
@@ -308,6 +308,18 @@ class Engine:
         self._metrics.oldest_event_age.set(max(each.oldest_age_ms or 0 for each in partitions) / 1_000)
         self._metrics.dead_letters.set(sum(each.dead_letters for each in partitions))
         self._metrics.set_events({name: sum(each.counters[name] for each in partitions) for name in COUNTERS})
+
+    def _settings_of(self, overrides: Mapping[str, Any]) -> Settings:
+        try:
+            return overridden(self._deployment, self.namespace, overrides)
+        except SettingsError as error:
+            if not overrides:
+                raise
+            raise SettingsError(
+                f"namespace {self.namespace} overrides {', '.join(sorted(overrides))}, which does not go with the "
+                f"environment: {error}\nSet what the environment was, and take the overrides back with null in "
+                "PATCH /admin/config first"
+            ) from None
 
     def _confirmation(self, info: ServerInfo) -> Confirmation | None:
         """What an enqueued reward waits for before it is acknowledged."""

@@ -153,22 +153,31 @@ class Recommenders:
             record = await self._namespaces.load(name)
             if record is None or (record.state == "deleted" and name not in await self._namespaces.names()):
                 raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
+            record = await self._namespaces.mark_deleted(record)
             if name == self._settings.namespace:
+                # Needed again at once, so that it has to be gone before.
                 await self._namespaces.delete(record)
                 await self._replace(self.default)
             else:
                 await self._close(name)
-                await self._namespaces.delete(record)
+        # Others need not wait for that, nor does whoever asks for it: it is not there any more.
+        if name != self._settings.namespace:
+            await self._namespaces.delete(record)
         log.info("namespace deleted", namespace=name)
 
     async def readiness(self) -> dict[str, CheckResult]:
         """The checks of the namespace of requests that name none, and what is wrong with others."""
-        others = [name for name in self._engines if name != self._settings.namespace]
+        others = {name: engine for name, engine in self._engines.items() if name != self._settings.namespace}
         own, *found = await asyncio.gather(
-            self.default.readiness(), *(self._engines[name].readiness() for name in others)
+            self.default.readiness(), *(engine.readiness() for engine in others.values()), return_exceptions=True
         )
+        if isinstance(own, BaseException):
+            raise own
         checks = dict(own)
         for name, theirs in zip(others, found, strict=True):
+            if isinstance(theirs, BaseException):
+                log.error("namespace cannot tell how it is", namespace=name, exc_info=theirs)
+                theirs = {"state": CheckResult(False, "cannot be told: the log says why")}
             for part, check in theirs.items():
                 # What the store lacks is told once. And who else is served here goes on to be.
                 if not check.ok and part != "store":
@@ -176,8 +185,12 @@ class Recommenders:
         return checks
 
     async def refresh_gauges(self) -> None:
-        """Bring the gauges that live in the store up to date."""
-        await asyncio.gather(*(engine.refresh_gauges() for engine in self._engines.values() if not engine.lost))
+        """Bring the gauges that live in the store up to date; of as many namespaces as can be, then the error."""
+        there = [engine for engine in self._engines.values() if not engine.lost]
+        outcomes = await asyncio.gather(*(engine.refresh_gauges() for engine in there), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _is_over(self, engine: Engine) -> bool:
         """Whether an engine serves what is not there any more.

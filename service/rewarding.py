@@ -72,6 +72,9 @@ class RewardDesk:
                 rejected[index] = outcome
             else:
                 events[index] = outcome
+        if wait_applied and events:
+            # Before they are stored: a replica that begins to follow later may miss that they were applied.
+            await self._breaker.call(self._room.opened)
         reach("server-before-enqueue")
         answers = await self._breaker.call(lambda: self._events.enqueue(list(events.values()))) if events else []
         reach("server-after-enqueue")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -20,6 +21,7 @@ from service.metrics import NamespaceMetrics
 from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ServedModel
+from service.settings import SettingsError
 from store.epochs import EpochStore
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
@@ -98,6 +100,14 @@ class ServingRoom:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._compute, self.serving.model.adopt_learner, learner)
             self._made_by = record
+
+    async def opened(self) -> Serving | None:
+        """What serves, also when the layout was fixed a moment ago by another process."""
+        if self.serving is None:
+            with suppress(SettingsError):  # the next probe tells of it
+                self.take(await self._namespaces.reload(self._live.record))
+            await self.follow()
+        return self.serving
 
     async def known_layout(self) -> FeatureLayout | None:
         """The feature layout, also when it was fixed by another process."""

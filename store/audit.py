@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from store.connection import Store, as_text, command, parse_entries
-from store.errors import CorruptRecord
+from store.errors import CorruptRecord, StoreReset
 from store.keys import NamespaceKeys
+from store.scripts import load_script
 
 #: Lines kept, at least; older ones go.
 AUDIT_CAP: Final = 10_000
@@ -47,15 +48,19 @@ class AuditLine:
 class AuditLog:
     """The audit log of one namespace."""
 
-    def __init__(self, redis: Store, keys: NamespaceKeys) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, store_epoch: str) -> None:
         self._redis = redis
         self._keys = keys
+        self._store_epoch = store_epoch
+        self._add = load_script(redis, "audit")
 
     async def add(self, line: AuditLine) -> None:
-        """Write a line; the store says when it was."""
+        """Write a line; the store says when it was. StoreReset when the namespace is gone."""
         detail = json.dumps(line.detail, separators=(",", ":"), allow_nan=False)
         fields = ("a", line.actor, "m", line.action, "p", line.target, "r", line.request_id, "d", detail)
-        await command(self._redis, "XADD", self._keys.audit, "MAXLEN", "~", AUDIT_CAP, "*", *fields)
+        written = await self._add.call([self._keys.record, self._keys.audit], [self._store_epoch, AUDIT_CAP, *fields])
+        if written is None:
+            raise StoreReset(f"namespace {self._keys.namespace} was deleted, or vanished with its store")
 
     async def newest(self, count: int, *, before: str | None = None) -> list[AuditLine]:
         """Lines from the newest on, those before a cursor; ValueError for a cursor that no line has."""

@@ -211,6 +211,15 @@ class NamespaceKeys:
         """What all keys of the namespace match, and none of another."""
         return f"{PREFIX}:{{{self.namespace}:*"
 
+    @property
+    def shared(self) -> list[str]:
+        """All that the meta slot has, but the record."""
+        return [
+            self.epoch, self.epoch_log, self.lease, self.workers, self.refits, self.restoring, self.restores,
+            self.audit, self.catalogue, self.catalogue_log, self.arms, self.arm_order, self.arm_versions,
+            self.arm_changes, self.arm_removals,
+        ]  # fmt: skip
+
     def guard_of(self, key: str) -> str:
         """What tells in the slot of a key of this namespace whose it is: the record, or the marker of a partition.
 

@@ -205,9 +205,7 @@ class Namespaces:
 
         Without its markers no script writes into it any more.
         """
-        while record.state != "deleted":
-            gone = await self.change(record, state="deleted", layout=None, overrides={})
-            record = gone or await self.load(record.name) or replace(record, state="deleted")
+        record = await self.mark_deleted(record)
         await self._clear(record)
         await command(self._redis, "SREM", NAMESPACE_NAMES, record.name)
         begun = await self.load(record.name)
@@ -215,10 +213,18 @@ class Namespaces:
             # Somebody had the name already, and was just taken off the list with it.
             await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
 
+    async def mark_deleted(self, record: NamespaceRecord) -> NamespaceRecord:
+        """Have nobody begin to use a namespace any more; what it has is still there, for `delete`."""
+        while record.state != "deleted":
+            gone = await self.change(record, state="deleted", layout=None, overrides={})
+            record = gone or await self.load(record.name) or replace(record, state="deleted")
+        return record
+
     async def _clear(self, deleted: NamespaceRecord) -> None:
         """Delete all that a deleted namespace has, and nothing of one that has begun under its name."""
         keys = deleted.keys
-        await self._unlink(deleted, [keys.marker(partition) for partition in range(deleted.partitions)])
+        # What belongs together goes at one moment: nobody who still reads finds half of an arm.
+        await self._unlink(deleted, [*keys.shared, *map(keys.marker, range(deleted.partitions))])
         async for found in scan(self._redis, keys.every_pattern):
             await self._unlink(deleted, [as_text(key) for key in found if key != keys.record.encode()])
 

@@ -69,11 +69,16 @@ class PartitionShares:
                     log.warning("store unavailable", error=str(error))
                 await self._wait()
         finally:
-            await self._end_all()
             try:
-                await self._ownership.leave()
-            except StoreUnavailable as error:
-                log.warning("store unavailable", error=str(error))
+                await self._end_all()
+            finally:
+                await self._leave()
+
+    async def _leave(self) -> None:
+        try:
+            await self._ownership.leave()
+        except StoreUnavailable as error:
+            log.warning("store unavailable", error=str(error))
 
     async def _turn(self) -> None:
         present = await self._ownership.attend()
@@ -114,8 +119,9 @@ class PartitionShares:
             await self._ownership.release(ended)
         except StoreUnavailable as error:
             log.warning("store unavailable", error=str(error))
-        for reading in ended.values():
-            reading.task.result()
+        failures = [failure for reading in ended.values() if (failure := reading.task.exception()) is not None]
+        if failures:
+            raise failures[0]
 
     async def _end_all(self) -> None:
         """Have all readers finish their batches."""

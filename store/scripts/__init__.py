@@ -21,6 +21,7 @@ ScriptName: TypeAlias = Literal[
     "arm_range",
     "attempt",
     "attend",
+    "audit",
     "begin_restore",
     "bury",
     "change_arms",

