@@ -48,6 +48,7 @@ bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick
 	$(BIN)/metaban bench regret --quick
 	$(BIN)/metaban bench latency --quick
+	$(BIN)/metaban bench hostile --quick
 
 chaos: $(VENV)/.development ## kill and cut everything for a while (CHAOS_S=600 CHAOS_SEED=...)
 	$(BIN)/python -m tests.chaos --seconds $(CHAOS_S) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) $(CHAOS_ARGS)

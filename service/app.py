@@ -98,8 +98,9 @@ def create_app(settings: Settings, recommenders: Recommenders, metrics: Metrics 
     attach_edge(app, Edge(settings, recommenders, metrics))
     for router in ROUTERS:
         app.include_router(router)
-    install_handlers(app)
-    install_openapi(app, settings, [route for router in ROUTERS for route in router.routes])
+    routes = [route for router in ROUTERS for route in router.routes]
+    install_handlers(app, routes)
+    install_openapi(app, settings, routes)
     # The last one added is the outermost.
     app.add_middleware(AuditTrail)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)

@@ -19,6 +19,26 @@ MEMBERS_MAX: Final = 1_000
 class RecommendBatch(RequestModel):
     """Many requests at once."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "requests": [
+                        {
+                            "user_id": "u-42",
+                            "arms": [
+                                {"id": "espresso", "features": {"price": 2.4, "kind": "coffee"}},
+                                {"id": "sencha", "features": {"price": 3.1, "kind": "tea"}},
+                            ],
+                            "decision_id": "order-1001",
+                        },
+                        {"user_id": "u-43", "arm_ids": ["espresso", "mocha"]},
+                    ]
+                }
+            ]
+        }
+    )
+
     # Each is validated by itself: what is wrong with one is no matter of the others.
     requests: list[Annotated[Any, WithJsonSchema({"$ref": "#/components/schemas/RecommendRequest"})]] = Field(
         min_length=1, max_length=MAX_REQUESTS, description="As POST /recommend takes them."

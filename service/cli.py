@@ -32,8 +32,13 @@ EPILOG: Final = """
 
   REDIS_URL=redis://localhost metaban serve       with a Redis 7 or Valkey of your own
 
+  metaban demo                                    watch it learn, on simulated users
+
+  metaban key                                     a key for clients, and the digest that the service is given
+
   metaban doctor                                  what is missing on this machine, and what to do
 
+Commands that look at the store work on the namespace of METABAN_NAMESPACE; /docs of the service has all calls.
 Settings are environment variables; `metaban settings` lists all of them.
 """
 
@@ -156,7 +161,7 @@ def doctor(host: Host = "127.0.0.1", port: Port = 8000) -> None:
 
 @app.command()
 def key() -> None:
-    """Make a key for clients. Only its digest is given to the service; the key is shown once."""
+    """Make a key for clients or admins. Only its digest is given to the service; the key is shown once."""
     from service.auth import FreshKey
 
     fresh = FreshKey.generate()
@@ -164,7 +169,8 @@ def key() -> None:
     stderr.print(
         "\nClients send the key in the X-API-Key header. The service knows it by its digest (several: by commas):\n"
         f"  METABAN_CLIENT_KEYS={fresh.digest}\n"
-        "That is good for all namespaces; for one alone put its name and a colon before the digest.",
+        "or METABAN_ADMIN_KEYS, for a key that may administer. That is good for all namespaces; for one alone put its\n"
+        "name and a colon before the digest.",
         markup=False,
     )
 
@@ -230,10 +236,10 @@ def demo(
     )
 
 
-app.add_typer(snapshot_app, name="snapshot")
-app.add_typer(bench_app, name="bench")
-app.add_typer(letters_app, name="dead-letters")
 app.add_typer(arms_app, name="arms")
+app.add_typer(snapshot_app, name="snapshot")
+app.add_typer(letters_app, name="dead-letters")
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

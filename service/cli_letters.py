@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 letters_app = typer.Typer(
     help="Events that no learner could take: list them, have them learned again, or throw them away.",
+    epilog="Works on the namespace of METABAN_NAMESPACE, in the store that `metaban snapshot --help` tells of.",
     no_args_is_help=True,
 )
 Result = TypeVar("Result")

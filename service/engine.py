@@ -79,6 +79,8 @@ class Engine:
         self._compute = TensorThread()
         self._room: ServingRoom | None = None
         self._adopting: asyncio.Task[None] | None = None
+        #: Whether the namespace was deleted on purpose, and perhaps made anew.
+        self.succeeded = False
         self._desk: SnapshotDesk | None = None
 
     @classmethod
@@ -351,9 +353,13 @@ class Engine:
         Of a cluster only the server is asked that has the namespace's record: decisions lie on all of them.
         """
         record = await Namespaces(self._probing).load(self.namespace)
-        if record is None or record.store_epoch != self._live.record.store_epoch:
+        known = self._live.record
+        if record is None or record.store_epoch != known.store_epoch:
+            # One that was made in its place goes on counting; one of another store begins at 0.
+            self.succeeded = record is not None and record.revision > known.revision
             raise StoreReset("lost this namespace or is another store: restart the service to begin anew")
         if record.state == "deleted":
+            self.succeeded = True
             raise StoreReset("the namespace was deleted")
         self._take(record)
         if self._room is not None and self._room.behind and (self._adopting is None or self._adopting.done()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from http import HTTPStatus
 from typing import Any, Final, final
 
 import structlog
@@ -23,8 +24,8 @@ CLIENT_CLOSED_REQUEST: Final = 499
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 PROBES: Final = "/health/"
 UNMATCHED: Final = "unmatched"
-#: Answers that cost a stranger nothing to get. Of these so many have a line a second, and so many at once.
-CHEAP_STATUSES: Final = frozenset({401, 421, 429, 503})
+#: Answers that cost next to nothing to get. Of these so many have a line a second, and so many at once.
+CHEAP_STATUSES: Final = frozenset({401, 408, 413, 421, 429, 503})
 CHEAP_LINES_PER_S: Final = 20.0
 CHEAP_LINES_AT_ONCE: Final = 200
 
@@ -135,8 +136,8 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers[REQUEST_ID_HEADER] = self.request_id
             secure(headers, self._scope)
-            if not self._complete and _may_be_long(self._scope):
-                # Its rest is not read to the end, and the client should not use the connection again.
+            if not self._complete and (self.status == HTTPStatus.REQUEST_TIMEOUT or _may_be_long(self._scope)):
+                # Its rest is not waited for or read to the end, and the client should not use the connection again.
                 headers["Connection"] = "close"
         elif message["type"] == "http.response.body":
             self.bytes_out += len(message.get("body", b""))

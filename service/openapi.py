@@ -67,23 +67,26 @@ def problem_responses(*errors: type[ServiceError]) -> dict[int | str, dict[str, 
 
 def install_openapi(app: FastAPI, settings: Settings, routes: Sequence[BaseRoute]) -> None:
     """Let the app describe itself, these routes of ours among all, with the limits it runs with."""
-    bodies = _body_models(routes)
+    described = [route for route in routes if isinstance(route, APIRoute)]
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _schema(app, settings, bodies)
+            app.openapi_schema = _schema(app, settings, described)
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
 
 
-def _schema(app: FastAPI, settings: Settings, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
+def _schema(app: FastAPI, settings: Settings, routes: Sequence[APIRoute]) -> dict[str, Any]:
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes, tags=app.openapi_tags
     )
-    _, models = models_json_schema([(model, "validation") for model in bodies], ref_template=REF)
+    _, models = models_json_schema([(model, "validation") for model in _body_models(routes)], ref_template=REF)
     components = schema.setdefault("components", {}).setdefault("schemas", {})
     components.update(models["$defs"])
+    for model in _answer_models(routes):
+        if examples := examples_of(model):
+            components[model.__name__]["examples"] = examples
     asked = components["RecommendRequest"]["properties"]
     for name in ("arms", "arm_ids", "exclude"):
         asked[name]["anyOf"][0]["maxItems"] = settings.max_arms
@@ -93,11 +96,23 @@ def _schema(app: FastAPI, settings: Settings, bodies: Sequence[type[BaseModel]])
     return schema
 
 
-def _body_models(routes: Sequence[BaseRoute]) -> list[type[BaseModel]]:
+def examples_of(model: type[BaseModel]) -> list[Any]:
+    """The examples that a model shows, as they were written: FastAPI leaves out what is null in them."""
+    extra = model.model_config.get("json_schema_extra")
+    examples = extra.get("examples") if isinstance(extra, dict) else None
+    return examples if isinstance(examples, list) else []
+
+
+def _body_models(routes: Sequence[APIRoute]) -> list[type[BaseModel]]:
     """Every model that a route names as its body, and that of problems."""
-    described = [route.openapi_extra for route in routes if isinstance(route, APIRoute)]
+    described = [route.openapi_extra for route in routes]
     named = [model for body in described if isinstance(body, BodyDescription) for model in body.models]
     return [Problem, *dict.fromkeys(named)]
+
+
+def _answer_models(routes: Sequence[APIRoute]) -> list[type[BaseModel]]:
+    """Every model that a route answers with."""
+    return [route.response_model for route in routes if route.response_model is not None]
 
 
 def _with_type(schema: dict[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -25,6 +25,9 @@ COMMON: Final[Mapping[str, str]] = {
     "431": "The head of the request is longer than the service reads.",
     "503": "Too much at once, or something the service needs does not answer.",
 }
+#: Those of them that probes may get, which pass the gate whatever happens.
+PROBES: Final = " /health/"
+OF_PROBES: Final = ("400", "413", "431")
 #: Refusals of what names a namespace, be it by leaving it out.
 NAMESPACED: Final[Mapping[str, str]] = {
     "401": "No key, or one that is not known.",
@@ -111,9 +114,10 @@ LINKS: Final = (
 def complete(schema: dict[str, Any]) -> None:
     """Add to a document what is common to all operations, and the links between those that it has."""
     operations = dict(_operations(schema))
-    for operation in operations.values():
+    for called, operation in operations.items():
+        common = {status: COMMON[status] for status in OF_PROBES} if PROBES in called else COMMON
         named = any(parameter["name"] == "namespace" for parameter in operation.get("parameters", ()))
-        for status, description in {**COMMON, **(NAMESPACED if named else {})}.items():
+        for status, description in {**common, **(NAMESPACED if named else {})}.items():
             operation["responses"].setdefault(status, _refusal(status, description))
         if FRAMEWORK_REFUSAL in str(operation["responses"].get("422")):
             operation["responses"]["422"] = _refusal("422", INVALID)

@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 
 from service.errors import FieldError, InvalidInput, Overloaded, ServiceError, Unavailable, format_field
 from service.logging import request_id
@@ -107,6 +108,15 @@ def invalid_input(error: ValidationError) -> InvalidInput:
     return InvalidInput.of(field_errors(error.errors(include_url=False, include_context=False, include_input=False)))
 
 
+def unusable_settings(reason: str, members: Iterable[str]) -> InvalidInput:
+    """What a SettingsError says, in which variables stand for members of the body, of those that were sent."""
+    variables, _, detail = reason.partition("\n")[0].partition(": ")
+    named = [variable.removeprefix("METABAN_").lower() for variable in variables.split(", ")]
+    sent = frozenset(members)
+    blamed = next((name for name in named if name in sent), None)
+    return InvalidInput((), reason) if blamed is None else InvalidInput((blamed,), detail)
+
+
 def field_errors(errors: Iterable[Any]) -> list[FieldError]:
     """Pydantic's list of errors as fields and sentences."""
     return [
@@ -118,15 +128,27 @@ def field_errors(errors: Iterable[Any]) -> list[FieldError]:
     ]
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Answer every foreseen error with a problem document; the rest is caught by `service.middleware`.
 
     A handler is called with the type of error it is registered for and no other, which its signature cannot say.
     """
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        refused = cast(HTTPException, error)
+        title = HTTPStatus(refused.status_code).phrase
+        slug = title.lower().replace(" ", "-")
+        headers = dict(refused.headers or {})
+        if refused.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            # The framework names the methods of the first route that has the path, and each of ours has one.
+            allowed = {method for route in routes for method in _methods(route, request)}
+            headers["Allow"] = ", ".join(sorted(allowed)) or headers.get("Allow", "")
+        return problem_response(refused.status_code, slug, title, refused.detail, headers=headers)
+
     for foreseen in (ServiceError, StoreUnavailable, StoreReset, BacklogFull, NotReplicated):
         app.add_exception_handler(foreseen, _foreseen_error)
     app.add_exception_handler(RequestValidationError, _parameter_error)
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, http_error)
 
 
 def as_service_error(error: Exception) -> ServiceError | None:
@@ -163,11 +185,10 @@ async def _parameter_error(request: Request, error: Exception) -> Response:
     return service_problem(InvalidInput.of(field_errors(found)))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    refused = cast(HTTPException, error)
-    title = HTTPStatus(refused.status_code).phrase
-    slug = title.lower().replace(" ", "-")
-    return problem_response(refused.status_code, slug, title, refused.detail, headers=refused.headers)
+def _methods(route: BaseRoute, request: Request) -> Iterable[str]:
+    """The methods of a route, if it has the path of the request."""
+    fits = isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    return (cast(Route, route).methods or ()) if fits else ()
 
 
 def _cut(text: str, limit: int) -> str:

@@ -15,11 +15,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from typing import Final, final
+from uuid import uuid4
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.headers import CONTENT_POLICY, SECURITY_HEADERS
+from service.logging import REQUEST_ID_HEADER
 
 #: Request line and headers together; browsers and proxies stay below a tenth of it.
 MAX_HEAD_BYTES: Final = 65_536
@@ -213,12 +215,21 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer a request that never became one, and close."""
         if self.transport.is_closing() or not self._may_answer():
             return
-        problem = {"type": f"/problems/{slug}", "title": title, "status": status, "detail": detail}
+        # Nothing is logged of it; the id is there for those who read problems and know them to have one.
+        instance = uuid4().hex
+        problem = {
+            "type": f"/problems/{slug}",
+            "title": title,
+            "status": status,
+            "detail": detail,
+            "instance": instance,
+        }
         body = json.dumps(problem).encode()
         lines = [
             f"HTTP/1.1 {status} {title}",
             "content-type: application/problem+json",
             f"content-length: {len(body)}",
+            f"{REQUEST_ID_HEADER}: {instance}",
             "connection: close",
             *(f"{name}: {value}" for name, value in REFUSAL_HEADERS.items()),
             *(["retry-after: 1"] if retry else []),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from typing import Any, Final, final
 
@@ -76,19 +76,21 @@ class Recommenders:
     async def engine(self, name: str) -> Engine:
         """The engine of a namespace; NotFound when there is no such namespace."""
         engine = self._engines.get(name)
-        if engine is not None and not (engine.lost and name != self._settings.namespace):
+        if engine is not None and not self._is_over(engine):
             return engine
         # Those who would wait for a store that is away, one after the other, would leave no room for others.
         self.default.require_store()
         async with self._opening:
             engine = self._engines.get(name)
-            if engine is not None and engine.lost:
-                # Deleted, by this process or another, and perhaps created again since.
-                await self._close(name)
-            elif engine is not None:
+            if engine is not None and not self._is_over(engine):
                 return engine
             if asyncio.get_running_loop().time() < self._failed.get(name, 0.0):
                 raise _not_served()
+            if engine is not None and name == self._settings.namespace:
+                return await self._replace(engine)
+            if engine is not None:
+                # Deleted, by this process or another, and perhaps created again since.
+                await self._close(name)
             return await self._open(name)
 
     async def record(self, name: str) -> NamespaceRecord:
@@ -144,15 +146,22 @@ class Recommenders:
         return record
 
     async def delete(self, name: str) -> None:
-        """Delete a namespace with everything in it, also one that cannot be served, or was only deleted in part."""
+        """Delete a namespace with everything in it, also one that cannot be served, or was only deleted in part.
+
+        That of requests that name none begins anew, empty.
+        """
         async with self._opening:
             record = await self._namespaces.load(name)
             if record is None or (record.state == "deleted" and name not in await self._namespaces.names()):
                 raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
             record = await self._namespaces.mark_deleted(record)
-            await self._close(name)
-        # Others need not wait for that, nor does whoever asks for it: it is not there any more.
-        await self._namespaces.delete(record)
+            if name == self._settings.namespace:
+                await self._replace(self.default)  # which begins with deleting all there is
+            else:
+                await self._close(name)
+        if name != self._settings.namespace:
+            # Others need not wait for that, nor does whoever asks for it: it is not there any more.
+            await self._namespaces.delete(record)
         log.info("namespace deleted", namespace=name)
 
     async def readiness(self) -> dict[str, CheckResult]:
@@ -182,11 +191,33 @@ class Recommenders:
             if isinstance(outcome, BaseException):
                 raise outcome
 
+    def _is_over(self, engine: Engine) -> bool:
+        """Whether an engine serves what is not there any more.
+
+        That of requests that name none is given up for one that was made in its place on purpose, and for no other: a
+        store that lost everything needs a person.
+        """
+        return engine.lost and (engine.succeeded or engine.namespace != self._settings.namespace)
+
+    async def _replace(self, before: Engine) -> Engine:
+        """Serve the namespace of requests that name none anew; the one before answers until then."""
+        engine = await self._tried(before.namespace, self._opened(self._settings))
+        await before.stop()
+        return engine
+
     async def _open(self, name: str) -> Engine:
-        """Begin to serve a namespace; Unavailable when it cannot be as it is, which the log tells of."""
-        try:
+        """Begin to serve a namespace."""
+
+        async def opened() -> Engine:
             record = await self.record(name)
-            engine = await self._opened(kept(self._settings, record), record)
+            return await self._opened(kept(self._settings, record), record)
+
+        return await self._tried(name, opened())
+
+    async def _tried(self, name: str, opening: Coroutine[None, None, Engine]) -> Engine:
+        """An engine that is being opened; Unavailable when it cannot be, which the log tells of."""
+        try:
+            engine = await opening
         except (NotFound, StoreUnavailable):
             raise
         except Exception as error:
@@ -215,15 +246,17 @@ class Recommenders:
             self._metrics.forget(name)
 
     async def _sweep(self) -> None:
-        """Let go of namespaces that were deleted elsewhere and that nobody asks for any more."""
+        """Let go of namespaces that were deleted elsewhere and that nobody asks for any more.
+
+        That of requests that name none is served anew: while it is not, nobody is sent here to ask.
+        """
         while True:
             await asyncio.sleep(SWEEP_S)
-            for name in [name for name, engine in self._engines.items() if engine.lost]:
-                if name != self._settings.namespace:
-                    try:
-                        await self._let_go(name)
-                    except StoreError as error:
-                        log.warning("namespace not let go of", namespace=name, reason=str(error))
+            for name in [name for name, engine in self._engines.items() if self._is_over(engine)]:
+                try:
+                    await (self.engine(name) if name == self._settings.namespace else self._let_go(name))
+                except (StoreError, Unavailable) as error:
+                    log.warning("namespace not let go of", namespace=name, reason=str(error))
 
     async def _let_go(self, name: str) -> None:
         async with self._opening:

@@ -87,6 +87,8 @@ class RequestModel(BaseModel):
 class ArmIn(RequestModel):
     """One arm to choose from."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"id": "article-17", "features": [0.2, 0.9, 0.1]}]})
+
     id: Identifier = Field(description="Names the arm in the answer and in its rewards.", examples=["article-17"])
     features: FeaturesIn = Field(
         description="What is known about the arm: the same number of numbers in every arm, or an object of named "
@@ -207,36 +209,33 @@ class ItemOut(BaseModel):
     )
 
 
+DECISION_EXAMPLE: Final[dict[str, Any]] = {
+    "decision_id": "order-1001",
+    "items": [
+        {
+            "arm_id": "sencha",
+            "rank": 1,
+            "score": 0.61,
+            "mean": 0.48,
+            "bonus": 0.13,
+            "propensity": 0.9867,
+            "group_size": 12,
+        }
+    ],
+    "policy": "ucb-floor",
+    "model_version": 7,
+    "user_version": 31,
+    "cold_start": None,
+    "logged": True,
+    "took_ms": 1.9,
+}
+
+
 @final
 class RecommendResponse(BaseModel):
     """The choice, and all that is needed to evaluate it later."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "decision_id": "order-1001",
-                    "items": [
-                        {
-                            "arm_id": "sencha",
-                            "rank": 1,
-                            "score": 0.61,
-                            "mean": 0.48,
-                            "bonus": 0.13,
-                            "propensity": 0.9867,
-                            "group_size": 12,
-                        }
-                    ],
-                    "policy": "ucb-floor",
-                    "model_version": 7,
-                    "user_version": 31,
-                    "cold_start": None,
-                    "logged": True,
-                    "took_ms": 1.9,
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [DECISION_EXAMPLE]})
 
     decision_id: str = Field(description="Send it back with the reward.")
     items: list[ItemOut] = Field(description="The chosen arms, best first.")
@@ -334,6 +333,8 @@ class CheckOut(BaseModel):
 class LiveResponse(BaseModel):
     """The process answers."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "live", "version": "0.1.0"}]})
+
     status: Literal["live"] = "live"
     version: str
 
@@ -341,6 +342,20 @@ class LiveResponse(BaseModel):
 @final
 class ReadyResponse(BaseModel):
     """Whether traffic may be sent here, and why not."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "status": "ready",
+                    "checks": {
+                        "store": {"ok": True, "detail": "answers"},
+                        "replica": {"ok": True, "detail": "follows the updates"},
+                    },
+                }
+            ]
+        }
+    )
 
     status: Literal["ready", "degraded", "not ready"] = Field(
         description="`degraded`: recommendations are answered from memory and not recorded, rewards are refused."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import signal
 import socket
@@ -169,6 +170,9 @@ async def _serve_requests(
     async with app.router.lifespan_context(app):
         # uvicorn catches the signals while it runs, and when it is done raises them again for whoever is next.
         _ignore_signals()
+        # What was loaded so far stays: looked through again by every full collection, it would hold all requests up.
+        gc.collect()
+        gc.freeze()
         started()
         server = DrainingServer(config, drain_s=settings.drain_s, on_drain=edge_in(app).stopping.set)
         metrics.open_connections.set_function(lambda: len(server.server_state.connections))

@@ -49,7 +49,7 @@ class SnapshotDesk:
     async def restore(self, snapshot_id: str) -> Job:
         """Begin to put everything back to a snapshot; NotFound when there is none of that id."""
         if all(entry.id != snapshot_id for entry in await self.list(verify=False)):
-            raise NotFound(f"There is no snapshot {snapshot_id} here: GET /admin/snapshots lists them.")
+            raise NotFound("There is no such snapshot here: GET /admin/snapshots lists them.")
         path = await asyncio.to_thread(self._folder.find, snapshot_id)
 
         async def work(tell: Progress) -> dict[str, Any]:

@@ -36,6 +36,10 @@ TRANSIENT_CODES = frozenset(
 )  # fmt: skip
 
 
+#: What the driver calls on the writer of a connection.
+WRITER_CALLS = frozenset({"writelines", "write", "drain", "close", "wait_closed"})
+
+
 class StoreError(Exception):
     """Anything the store could not do."""
 
@@ -126,6 +130,11 @@ def translate_errors() -> Iterator[None]:
         if "closed" not in str(error):
             raise
         raise StoreUnavailable(f"the store does not answer: {error}") from error
+    except AttributeError as error:
+        # How the driver tells that a connection was closed while it was about to write to it: its writer is gone.
+        if error.obj is not None or error.name not in WRITER_CALLS:
+            raise
+        raise StoreUnavailable("the store does not answer: the connection was closed") from error
     except driver.RedisError as error:
         if is_transient(error):
             raise StoreUnavailable(f"the store cannot serve now: {error}") from error

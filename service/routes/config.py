@@ -23,6 +23,7 @@ from service.errors import (
 from service.intake import members_of, parse_json, read_body, validated
 from service.live import LIVE, LiveSettings
 from service.openapi import json_body, problem_responses
+from service.problems import unusable_settings
 from service.schemas import Identifier, RequestModel
 from service.settings import SettingsError
 from store.errors import NamespaceConflict
@@ -67,7 +68,21 @@ class ConfigOut(BaseModel):
                 {
                     "namespace": "default",
                     "revision": 4,
-                    "settings": {"alpha": 0.3, "policy": "ucb-floor", "epsilon": 0.05, "serving": "learner"},
+                    "settings": {
+                        "alpha": 0.3,
+                        "nu": 1.0,
+                        "gamma": None,
+                        "policy": "ucb-floor",
+                        "epsilon": 0.05,
+                        "squarecb_gamma": 100.0,
+                        "serving": "learner",
+                        "baseline": [],
+                        "reward_min": 0.0,
+                        "reward_max": 1.0,
+                        "repeated_rewards": "sum",
+                        "default_reward": None,
+                        "reward_wait_s": None,
+                    },
                     "overridden": ["epsilon"],
                 }
             ]
@@ -163,7 +178,7 @@ async def change(
     try:
         live = await engine.change_settings(members, revision=revision)
     except SettingsError as error:
-        raise _refused(str(error)) from error
+        raise unusable_settings(str(error), members) from error
     except NamespaceConflict as error:
         raise SettingsChanged(
             "The settings are not of this revision any more: GET /admin/config shows them as they are."
@@ -221,10 +236,3 @@ def _values(live: LiveSettings) -> dict[str, Any]:
         value = getattr(live.settings, name)
         values[name] = learner.get(name) if value is None else list(value) if isinstance(value, tuple) else value
     return values
-
-
-def _refused(reason: str) -> InvalidInput:
-    """A SettingsError as a field and what is wrong with it."""
-    variable, _, detail = reason.partition("\n")[0].partition(": ")
-    name = variable.removeprefix("METABAN_").lower()
-    return InvalidInput((name,), detail) if name in LIVE else InvalidInput((), reason)

@@ -121,6 +121,8 @@ class ReplayedAllOut(BaseModel):
 class DiscardedOut(BaseModel):
     """A letter that is gone."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"discarded": True}]})
+
     discarded: Literal[True] = True
 
 

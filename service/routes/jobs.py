@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Literal, final
+from typing import Annotated, Any, Final, Literal, final
 
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -25,26 +25,23 @@ class ProgressOut(BaseModel):
     total: int
 
 
+JOB_EXAMPLE: Final[dict[str, Any]] = {
+    "id": "5f1c22ab90de",
+    "kind": "snapshot-create",
+    "state": "done",
+    "started_ms": 1772344800000,
+    "finished_ms": 1772344803200,
+    "progress": {"doing": "users", "done": 5012, "total": 5012},
+    "result": {"snapshot": "20260301T060000Z-ab12cd", "users": 5012, "events": 90210, "damaged": 0},
+    "error": None,
+}
+
+
 @final
 class JobOut(BaseModel):
     """Work that goes on after the request."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "id": "5f1c22ab90de",
-                    "kind": "snapshot-create",
-                    "state": "done",
-                    "started_ms": 1772344800000,
-                    "finished_ms": 1772344803200,
-                    "progress": {"doing": "users", "done": 5012, "total": 5012},
-                    "result": {"snapshot": "20260301T060000Z-ab12cd", "users": 5012, "events": 90210, "damaged": 0},
-                    "error": None,
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [JOB_EXAMPLE]})
 
     id: str = Field(description="Look after it at /admin/jobs/{id}.")
     kind: Literal["snapshot-create", "snapshot-restore", "arms-import"]
@@ -59,6 +56,8 @@ class JobOut(BaseModel):
 @final
 class JobListOut(BaseModel):
     """The jobs that this process remembers, the newest first."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"jobs": [JOB_EXAMPLE]}]})
 
     jobs: list[JobOut]
 

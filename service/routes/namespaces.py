@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, final
+from typing import Annotated, Any, Final, Literal, final
 
 from fastapi import APIRouter, Depends, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -24,6 +24,7 @@ from service.errors import (
 )
 from service.intake import body_as, parse_json, read_body
 from service.openapi import json_body, problem_responses
+from service.problems import unusable_settings
 from service.schemas import RequestModel
 from service.settings import Settings, SettingsError
 from store.keys import NAMESPACE_PATTERN
@@ -64,25 +65,29 @@ class NewNamespace(RequestModel):
     )
 
 
+NAMESPACE_EXAMPLE: Final[dict[str, Any]] = {
+    "name": "shop",
+    "preset": "default",
+    "partitions": 4,
+    "dimension": 13,
+    "layout": {
+        "arm": 12,
+        "context": 0,
+        "arm_named": False,
+        "context_named": False,
+        "products": False,
+        "intercept": True,
+    },
+    "overridden": ["partitions"],
+    "revision": 2,
+}
+
+
 @final
 class NamespaceOut(BaseModel):
     """One recommender."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "name": "shop",
-                    "preset": "default",
-                    "partitions": 16,
-                    "dimension": 13,
-                    "layout": {"arm": 12, "context": 0, "products": False, "intercept": True},
-                    "overridden": ["partitions"],
-                    "revision": 2,
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [NAMESPACE_EXAMPLE]})
 
     name: str
     preset: str
@@ -96,6 +101,8 @@ class NamespaceOut(BaseModel):
 @final
 class NamespacesOut(BaseModel):
     """All recommenders."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"namespaces": [NAMESPACE_EXAMPLE]}]})
 
     namespaces: list[NamespaceOut]
 
@@ -142,7 +149,7 @@ async def create(request: Request) -> NamespaceOut:
     try:
         record = await edge.recommenders.create(wanted.name, overrides, _layout(wanted, edge.settings))
     except SettingsError as error:
-        raise InvalidInput((), str(error)) from error
+        raise unusable_settings(str(error), overrides) from error
     note_detail(request, name=wanted.name)
     return _shown(record)
 
@@ -164,11 +171,8 @@ async def show(request: Request, name: Name) -> NamespaceOut:
 )
 async def delete(request: Request, name: Name) -> DeletedOut:
     """Everything of it is gone from the store: users, events, arms, decisions, settings. Snapshots stay where they
-    are. The namespace that requests mean which name none cannot be deleted."""
-    edge = edge_of(request)
-    if name == edge.settings.namespace:
-        raise InvalidInput(("name",), "is the namespace of requests that name none, which is needed")
-    await edge.recommenders.delete(name)
+    are. The namespace of requests that name none begins anew, empty: the next request shows what its features are."""
+    await edge_of(request).recommenders.delete(name)
     return DeletedOut(name=name)
 
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, final
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from service.auth import ClientEngine
@@ -18,7 +18,7 @@ from service.intake import body_as, parse_json, read_body
 from service.openapi import json_body, problem_responses
 from service.problems import problem_within
 from service.routes.recommend import decide
-from service.schemas import Problem, RecommendResponse
+from service.schemas import DECISION_EXAMPLE, Problem, RecommendResponse
 
 if TYPE_CHECKING:
     from service.engine import Engine
@@ -41,6 +41,34 @@ class BatchResultOut(BaseModel):
 @final
 class RecommendBatchResponse(BaseModel):
     """What became of each request, in their order."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "results": [
+                        {"status": 200, "decision": DECISION_EXAMPLE},
+                        {
+                            "status": 422,
+                            "problem": {
+                                "type": "/problems/invalid-input",
+                                "title": "Invalid input",
+                                "status": 422,
+                                "detail": "arm_ids[1]: is no arm of the catalogue: GET /admin/arms lists them",
+                                "instance": "0b1f6c1e9d7b4c41a5b4b6a2a1c0f5aa",
+                                "errors": [
+                                    {
+                                        "field": "arm_ids[1]",
+                                        "detail": "is no arm of the catalogue: GET /admin/arms lists them",
+                                    }
+                                ],
+                            },
+                        },
+                    ]
+                }
+            ]
+        }
+    )
 
     results: list[BatchResultOut]
 

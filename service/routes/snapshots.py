@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, final
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.auth import AdminEngine
 from service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized, Unavailable
@@ -35,6 +35,29 @@ class SnapshotOut(BaseModel):
 @final
 class SnapshotListOut(BaseModel):
     """The snapshots on this machine, the newest first."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "snapshots": [
+                        {
+                            "id": "20260301T060000Z-ab12cd",
+                            "name": "before-release",
+                            "namespace": "default",
+                            "created_ms": 1772344800000,
+                            "size": 41943040,
+                            "users": 5012,
+                            "events": 90210,
+                            "epoch": 7,
+                            "intact": None,
+                            "problem": None,
+                        }
+                    ]
+                }
+            ]
+        }
+    )
 
     snapshots: list[SnapshotOut]
 

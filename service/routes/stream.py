@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import final
+from typing import Final, final
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from service.auth import AdminEngine
 from service.errors import Forbidden, Unauthorized, Unavailable
@@ -15,6 +16,8 @@ from store.stream_status import PartitionStatus
 from store.users import COUNTERS
 
 router = APIRouter(tags=["administration"])
+
+COUNTED_EXAMPLE: Final[JsonDict] = {**dict.fromkeys(COUNTERS, 0), "enqueued": 90, "applied": 87}
 
 
 class StreamTotals(BaseModel):
@@ -59,7 +62,7 @@ class StreamOut(BaseModel):
                         "pending": 1,
                         "dead_letters": 0,
                         "oldest_age_ms": 12,
-                        "counters": {"enqueued": 90, "applied": 87, "voided": 0, "buried": 0, "replayed": 0},
+                        "counters": COUNTED_EXAMPLE,
                         "unowned": 0,
                     },
                     "partitions": [
@@ -71,7 +74,7 @@ class StreamOut(BaseModel):
                             "owner": "worker-1-5f1c22ab",
                             "oldest_age_ms": 12,
                             "dead_letters": 0,
-                            "counters": {"enqueued": 90, "applied": 87, "voided": 0, "buried": 0, "replayed": 0},
+                            "counters": COUNTED_EXAMPLE,
                         }
                     ],
                 }

@@ -63,8 +63,9 @@ STEPS: Final = 8
 SCENARIOS: Final = 10
 #: Longest wait for an answer; `?wait=applied` takes 5 s when nothing is learned.
 ANSWER_S: Final = 30.0
-#: What clients call, and what it is about.
-LOOP: Final = "^/(recommend|feedback|decisions|admin/users|admin/groups)"
+#: Parts of the API whose links are followed by themselves, and all of it: among so many operations of administrators a
+#: reward would hardly ever be sent.
+PARTS: Final = ("^/(recommend|feedback|decisions)", "^/(recommend|feedback|admin/users|admin/groups)", "^/")
 OK, CREATED, SERVER_ERROR = 200, 201, 500
 #: How often the same violation is told.
 TOLD_OFTEN: Final = 3
@@ -216,10 +217,10 @@ def fuzz(url: str, *, examples: int, seed: int) -> Findings:
         for place, operation in enumerate(operations):
             _ask_alone(operation, session, findings, mender, examples=each, seed=seed + place)
         alone = findings.examples
-        # The loop by itself as well: among so many operations of administrators a reward would hardly ever be sent.
-        loop = schema.include(path_regex=LOOP)
-        _follow_links(loop, session, findings, mender, until=(alone + examples) // 2, seed=seed)
-        _follow_links(schema, session, findings, mender, until=examples, seed=seed + 1)
+        for place, paths in enumerate(PARTS, 1):
+            until = alone + (examples - alone) * place // len(PARTS)
+            part = schema.include(path_regex=paths)
+            _follow_links(part, session, findings, mender, until=until, seed=seed + place)
         findings.linked = findings.examples - alone
     return findings
 

@@ -22,25 +22,16 @@ from store.errors import NotReplicated, StoreError, StoreReset
 from store.events import EventStream
 from store.keys import NamespaceKeys
 from store.namespaces import Namespaces
+from tests.service.apps import SMALL
 from tests.worker.workshop import soon
 from worker.namespace_work import WorkerSettings
 from worker.runtime import _run
 
-SMALL: dict[str, Any] = {
-    "namespace": "shop",
-    "partitions": 2,
-    "preset": "paper",
-    "width": 6,
-    "user_steps": 2,
-    "samples_kept": 20,
-    "wait_applied_timeout_s": 5.0,
-    "device": "cpu",
-}
 MakeEngine = Callable[..., Engine]
 
 
 def settings(**changes: Any) -> Settings:
-    return Settings(**{**SMALL, **changes})
+    return Settings(**{**SMALL, "namespace": "shop", **changes})
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 
 from service.app import create_app
-from service.engine import Engine
 from service.metrics import Metrics
+from service.recommenders import Recommenders
 from service.settings import Settings
 from store.keys import NamespaceKeys
 
@@ -23,7 +23,7 @@ def values(text: str) -> dict[str, float]:
 
 async def test_decisions_rewards_and_what_waits(redis: Any, client: Any, valkey_url: str) -> None:
     settings, metrics = Settings(partitions=2, namespace="shop", backlog_limit=10), Metrics()
-    app = create_app(settings, Engine.from_settings(settings, valkey_url, metrics), metrics)
+    app = create_app(settings, Recommenders(settings, valkey_url, metrics), metrics)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http,

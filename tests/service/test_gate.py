@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import structlog
-from edge_engine import EdgeEngine, edge
+from edge_engine import EdgeEngine, Lone, edge
 
 from service import gate
 from service.app import create_app
@@ -102,7 +102,7 @@ async def test_a_key_has_its_rate() -> None:
 @asynccontextmanager
 async def from_addresses(*addresses: str, **settings: Any) -> AsyncIterator[list[httpx.AsyncClient]]:
     """Clients of one app at several addresses."""
-    app = create_app(Settings(**settings), EdgeEngine())  # type: ignore[arg-type]
+    app = create_app(Settings(**settings), Lone(EdgeEngine()))  # type: ignore[arg-type]
     transports = [httpx.ASGITransport(app, client=(address, 5_000)) for address in addresses]
     clients = [httpx.AsyncClient(transport=each, base_url="http://edge") for each in transports]
     yield clients
@@ -193,7 +193,7 @@ async def test_a_web_page_cannot_get_its_own_name_resolved_to_us() -> None:
 
 
 async def test_the_address_that_was_connected_to_is_ours() -> None:
-    app = create_app(Settings(), EdgeEngine())  # type: ignore[arg-type]
+    app = create_app(Settings(), Lone(EdgeEngine()))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://[fd00::7]:90") as client:
         assert (await client.get("/openapi.json")).status_code == 200
 
@@ -378,7 +378,7 @@ class BrokenEngine(EdgeEngine):
 async def test_no_call_shows_what_broke() -> None:
     metrics = Metrics()
     engine = BrokenEngine()
-    app = create_app(Settings(), engine, metrics)  # type: ignore[arg-type]
+    app = create_app(Settings(), Lone(engine), metrics)  # type: ignore[arg-type]
     # Unconfigured, the log would print what the engine looks like, which is to say nothing.
     with structlog.testing.capture_logs():
         statuses = await _statuses_of_all(app)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -16,18 +15,9 @@ from tests.service.apps import ARMS, running_app
 from tests.service.test_engine import worker_running
 from tests.worker.workshop import soon
 
+pytestmark = pytest.mark.usefixtures("short_tails")
+
 ASK = {"user_id": "u", "arms": ARMS}
-
-
-@pytest.fixture(autouse=True)
-def short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.replica.TAIL_BLOCK_MS", 100)
-
-
-@pytest.fixture
-async def http(redis: Redis, valkey_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_app(valkey_url) as (_, client):
-        yield client
 
 
 async def patched(http: httpx.AsyncClient, **changes: object) -> dict[str, object]:

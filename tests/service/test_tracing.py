@@ -21,8 +21,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from service.app import create_app
 from service.auth import FreshKey
-from service.engine import Engine
 from service.metrics import STAGES, Metrics
+from service.recommenders import Recommenders
 from service.settings import Settings
 from service.tracing import trace_id_in
 
@@ -86,7 +86,7 @@ def attributes(span: Any) -> dict[str, str | int]:
 async def real_service(valkey_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the app around a real engine."""
     chosen, metrics = Settings(partitions=2, namespace="shop", **settings), Metrics()
-    app = create_app(chosen, Engine.from_settings(chosen, valkey_url, metrics), metrics)
+    app = create_app(chosen, Recommenders(chosen, valkey_url, metrics), metrics)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client,

@@ -161,3 +161,13 @@ def test_entry_shapes():
     assert stream_entries([[b"s", rows]]) == stream_entries({b"s": rows}) == parse_entries(rows)
     with pytest.raises(CorruptRecord):
         parse_entries([[3, []]])
+
+
+def test_a_connection_that_is_closed_before_it_is_written_to():
+    """The driver forgets the writer of a connection that another task closes."""
+    with pytest.raises(StoreUnavailable), translate_errors():
+        None.writelines([b"PING"])
+    with pytest.raises(AttributeError), translate_errors():
+        None.strip()
+    with pytest.raises(AttributeError), translate_errors():
+        "text".writelines([])
