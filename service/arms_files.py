@@ -39,6 +39,9 @@ EXPORT_ARMS: Final = 200
 #: Lines between two words on the progress.
 TELL_LINES: Final = 500
 
+#: Characters that JSON leaves as they are, and at which many readers of lines end one.
+LINE_ENDS: Final = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
 #: What becomes of arms that are not in the file: they stay, or they are removed.
 ImportMode: TypeAlias = Literal["upsert", "replace"]
 
@@ -190,7 +193,8 @@ async def import_arms(store: CatalogueStore, arms: ArmFile, mode: ImportMode, te
 
 def export_line(arm: Arm) -> bytes:
     """An arm as an import takes it."""
-    return json.dumps(asdict(arm), separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    text = json.dumps(asdict(arm), separators=(",", ":"), ensure_ascii=False)
+    return text.translate(LINE_ENDS).encode() + b"\n"
 
 
 def _check_alike(features: Features, first: Features) -> None:

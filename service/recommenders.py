@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from typing import Any, Final, final
 
@@ -84,12 +84,13 @@ class Recommenders:
             engine = self._engines.get(name)
             if engine is not None and not self._is_over(engine):
                 return engine
-            if engine is not None and name == self._settings.namespace:
-                return await self._replace(engine)
-            # Deleted, by this process or another, and perhaps created again since.
-            await self._close(name)
             if asyncio.get_running_loop().time() < self._failed.get(name, 0.0):
                 raise _not_served()
+            if engine is not None and name == self._settings.namespace:
+                return await self._replace(engine)
+            if engine is not None:
+                # Deleted, by this process or another, and perhaps created again since.
+                await self._close(name)
             return await self._open(name)
 
     async def record(self, name: str) -> NamespaceRecord:
@@ -155,13 +156,11 @@ class Recommenders:
                 raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
             record = await self._namespaces.mark_deleted(record)
             if name == self._settings.namespace:
-                # Needed again at once, so that it has to be gone before.
-                await self._namespaces.delete(record)
-                await self._replace(self.default)
+                await self._replace(self.default)  # which begins with deleting all there is
             else:
                 await self._close(name)
-        # Others need not wait for that, nor does whoever asks for it: it is not there any more.
         if name != self._settings.namespace:
+            # Others need not wait for that, nor does whoever asks for it: it is not there any more.
             await self._namespaces.delete(record)
         log.info("namespace deleted", namespace=name)
 
@@ -202,15 +201,23 @@ class Recommenders:
 
     async def _replace(self, before: Engine) -> Engine:
         """Serve the namespace of requests that name none anew; the one before answers until then."""
-        engine = self._engines[before.namespace] = await self._opened(self._settings)
+        engine = await self._tried(before.namespace, self._opened(self._settings))
         await before.stop()
         return engine
 
     async def _open(self, name: str) -> Engine:
-        """Begin to serve a namespace; Unavailable when it cannot be as it is, which the log tells of."""
-        try:
+        """Begin to serve a namespace."""
+
+        async def opened() -> Engine:
             record = await self.record(name)
-            engine = await self._opened(kept(self._settings, record), record)
+            return await self._opened(kept(self._settings, record), record)
+
+        return await self._tried(name, opened())
+
+    async def _tried(self, name: str, opening: Coroutine[None, None, Engine]) -> Engine:
+        """An engine that is being opened; Unavailable when it cannot be, which the log tells of."""
+        try:
+            engine = await opening
         except (NotFound, StoreUnavailable):
             raise
         except Exception as error:
@@ -239,15 +246,17 @@ class Recommenders:
             self._metrics.forget(name)
 
     async def _sweep(self) -> None:
-        """Let go of namespaces that were deleted elsewhere and that nobody asks for any more."""
+        """Let go of namespaces that were deleted elsewhere and that nobody asks for any more.
+
+        That of requests that name none is served anew: while it is not, nobody is sent here to ask.
+        """
         while True:
             await asyncio.sleep(SWEEP_S)
-            for name in [name for name, engine in self._engines.items() if engine.lost]:
-                if name != self._settings.namespace:
-                    try:
-                        await self._let_go(name)
-                    except StoreError as error:
-                        log.warning("namespace not let go of", namespace=name, reason=str(error))
+            for name in [name for name, engine in self._engines.items() if self._is_over(engine)]:
+                try:
+                    await (self.engine(name) if name == self._settings.namespace else self._let_go(name))
+                except (StoreError, Unavailable) as error:
+                    log.warning("namespace not let go of", namespace=name, reason=str(error))
 
     async def _let_go(self, name: str) -> None:
         async with self._opening:

@@ -233,6 +233,16 @@ class TestFiles:
         assert json.loads(row)["features"] == features
         assert json.loads(row)["features"]["vegan"] is True
 
+    async def test_an_arm_is_one_line_to_every_reader(self, client: httpx.AsyncClient) -> None:
+        """Some end a line at characters that JSON need not escape."""
+        features = {"a\u2028b\u2029": "c\x85d", "e\x0bf\x0c": "\x1c\x1d\x1e\r\n", "\x7f": "é"}
+        await send(client, line("tea", features))
+        async with client.stream("GET", "/admin/arms/export") as exported:
+            [row] = [row async for row in exported.aiter_lines()]
+        assert json.loads(row)["features"] == features
+        again = await send(client, row.encode())
+        assert again["result"]["unchanged"] == 1
+
     async def test_an_empty_export(self, client: httpx.AsyncClient) -> None:
         answer = await client.get("/admin/arms/export")
         assert (answer.status_code, answer.content) == (200, b"")

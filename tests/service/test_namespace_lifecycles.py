@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from store.keys import NAMESPACE_NAMES
@@ -250,6 +251,46 @@ async def test_what_was_counted_of_a_namespace_goes_with_it(http: httpx.AsyncCli
     assert 'namespace="shop"' in (await http.get("/metrics")).text
     await http.delete("/admin/namespaces/shop")
     assert 'namespace="shop"' not in (await http.get("/metrics")).text
+
+
+async def test_a_default_namespace_that_begins_anew_elsewhere_is_ready_here_before_anybody_asks(
+    redis: Redis, valkey_url: str
+) -> None:
+    async with running_app(valkey_url) as (_, here), running_app(valkey_url) as (_, there):
+        assert (await here.post("/recommend", json=ASK)).status_code == 200
+        assert (await there.delete("/admin/namespaces/default")).status_code == 200
+        epoch = (await record_of(redis, "default")).store_epoch
+
+        async def anew() -> bool:
+            config = (await here.get("/health/ready")).json()
+            return config["status"] == "ready" and (await record_of(redis, "default")).store_epoch == epoch
+
+        await soon(anew)
+        other = {"user_id": "u", "arms": [{"id": "a", "features": [1.0]}]}
+        assert (await there.post("/recommend", json=other)).status_code == 200
+
+        async def followed() -> bool:
+            return (await here.post("/recommend", json=other)).status_code == 200
+
+        await soon(followed)
+
+
+async def test_who_asks_for_a_namespace_that_cannot_be_opened_is_answered_at_once(
+    redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.recommenders.RETRY_S", 60)
+    async with running_app(valkey_url) as (_, http):
+        await create(http, name="shop")
+        record = await record_of(redis)
+    await redis.delete(record.keys.marker(0))
+    async with running_app(valkey_url) as (_, http):
+        with structlog.testing.capture_logs() as lines:
+            answers = await asyncio.gather(*(http.post("/recommend?namespace=shop", json=ASK) for _ in range(50)))
+        assert {answer.status_code for answer in answers} == {503}
+        assert [line for line in lines if line["event"] == "namespace not opened"] == []  # it was when it started
+        await http.delete("/admin/namespaces/shop")
+        await create(http, name="shop")
+        assert (await http.post("/recommend?namespace=shop", json=ASK)).status_code == 200
 
 
 async def test_it_is_seen_when_a_namespace_is_deleted_elsewhere(redis: Redis, valkey_url: str) -> None:
