@@ -18,7 +18,7 @@ from service.live import kept, overridden
 from service.metrics import Metrics
 from service.settings import Settings, learner_settings
 from store.connection import connect
-from store.errors import CorruptRecord, NamespaceConflict, StoreError, StoreUnavailable
+from store.errors import CorruptRecord, NamespaceConflict, StoreUnavailable
 from store.namespaces import NamespaceRecord, Namespaces
 
 #: How often it is looked for namespaces that were deleted elsewhere.
@@ -95,6 +95,7 @@ class Recommenders:
 
     async def record(self, name: str) -> NamespaceRecord:
         """The record of a namespace, be it served or not; NotFound when there is none."""
+        self.default.require_store()
         record = await self._namespaces.load(name)
         if record is None or record.state == "deleted":
             raise NotFound("There is no namespace of this name: GET /admin/namespaces lists them.")
@@ -102,6 +103,7 @@ class Recommenders:
 
     async def records(self) -> list[NamespaceRecord]:
         """The records of all namespaces, in the order of their names."""
+        self.default.require_store()
         found = []
         for name in await self._namespaces.names():
             try:
@@ -120,6 +122,7 @@ class Recommenders:
         """
         settings = overridden(self._settings, name, overrides)
         wanted = None if layout is None else layout.to_json()
+        self.default.require_store()
         async with self._opening:
             before = await self._namespaces.load(name)
             if before is not None and (
@@ -150,6 +153,7 @@ class Recommenders:
 
         That of requests that name none begins anew, empty.
         """
+        self.default.require_store()
         async with self._opening:
             record = await self._namespaces.load(name)
             if record is None or (record.state == "deleted" and name not in await self._namespaces.names()):
@@ -255,8 +259,9 @@ class Recommenders:
             for name in [name for name, engine in self._engines.items() if self._is_over(engine)]:
                 try:
                     await (self.engine(name) if name == self._settings.namespace else self._let_go(name))
-                except (StoreError, Unavailable) as error:
-                    log.warning("namespace not let go of", namespace=name, reason=str(error))
+                except Exception as error:
+                    # Whatever it is, the next look comes.
+                    log.error("namespace not let go of", namespace=name, exc_info=error)
 
     async def _let_go(self, name: str) -> None:
         async with self._opening:
