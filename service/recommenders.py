@@ -228,6 +228,8 @@ class Recommenders:
             # Whatever it is, it is wrong with this one, and the others are served.
             log.error("namespace not opened", namespace=name, exc_info=error)
             self._failed[name] = asyncio.get_running_loop().time() + RETRY_S
+            if name not in self._engines:
+                self._metrics.forget(name)
             raise _not_served() from error
         self._failed.pop(name, None)
         self._engines[name] = engine

@@ -287,6 +287,7 @@ async def test_who_asks_for_a_namespace_that_cannot_be_opened_is_answered_at_onc
         with structlog.testing.capture_logs() as lines:
             answers = await asyncio.gather(*(http.post("/recommend?namespace=shop", json=ASK) for _ in range(50)))
         assert {answer.status_code for answer in answers} == {503}
+        assert 'namespace="shop"' not in (await http.get("/metrics")).text
         assert [line for line in lines if line["event"] == "namespace not opened"] == []  # it was when it started
         await http.delete("/admin/namespaces/shop")
         await create(http, name="shop")
