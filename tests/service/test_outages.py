@@ -21,6 +21,8 @@ from tests.worker.workshop import soon
 
 #: Below the time-out of the driver's sockets: whoever waited for that would be too late.
 AT_ONCE_S = 4.0
+#: More at once than there are connections to the store.
+CROWD = 160
 MakeEngine = Callable[..., Engine]
 
 
@@ -112,8 +114,8 @@ class TestAway:
         self.go(valkey, how)
         async with asyncio.timeout(AT_ONCE_S):
             for _ in range(3):
-                asked = [engine.recommend(ask(f"user {number}")) for number in range(300)]
-                told = [engine.feedback([reward("d")], wait_applied=False) for _ in range(300)]
+                asked = [engine.recommend(ask(f"user {number}")) for number in range(CROWD)]
+                told = [engine.feedback([reward("d")], wait_applied=False) for _ in range(CROWD)]
                 answers = await asyncio.gather(*asked)
                 refusals = await asyncio.gather(*told, return_exceptions=True)
                 assert not any(answer.logged for answer in answers)
@@ -121,7 +123,7 @@ class TestAway:
         self.come_back(valkey, how)
         await soon(lambda: logs(engine))
         async with asyncio.timeout(AT_ONCE_S):
-            answers = await asyncio.gather(*(engine.recommend(ask(f"user {number}")) for number in range(300)))
+            answers = await asyncio.gather(*(engine.recommend(ask(f"user {number}")) for number in range(CROWD)))
         assert all(answer.logged for answer in answers)
 
     async def test_refusing(self, make_engine: MakeEngine, valkey: OwnValkey, how: str) -> None:
