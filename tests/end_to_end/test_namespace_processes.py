@@ -66,8 +66,8 @@ async def test_deleted_and_made_again_under_load(redis: Redis, valkey_url: str, 
                 await asyncio.gather(*using)
             unforeseen = {call: count for call, count in answers.items() if call[1] not in FORESEEN}
             assert not unforeseen, (answers, _errors(one), _errors(two))
-            assert answers["recommend", 200] > 20
-            assert answers["feedback", 202] > 20
+            assert answers["recommend", 200] > 5
+            assert answers["feedback", 202] > 5
 
             async def leases_are_over() -> bool:
                 return not [key async for key in redis.scan_iter("metaban:{shop:*") if key.endswith(b":owner")]
