@@ -16,7 +16,6 @@ from edge_engine import EdgeEngine, Lone, edge
 from service import gate
 from service.app import create_app
 from service.auth import FreshKey
-from service.buckets import TokenBuckets
 from service.contracts import Recommendation, RecommendCommand
 from service.headers import CONTENT_POLICY, DOCS_POLICY
 from service.metrics import Metrics
@@ -49,36 +48,6 @@ class BusyEngine(EdgeEngine):
         self.entered.release()
         await self.go_on.wait()
         return await super().recommend(command)
-
-
-# Buckets
-
-
-def test_a_bucket_is_emptied_at_once_and_filled_by_and_by() -> None:
-    now = 100.0
-    buckets = TokenBuckets(2.0, 3, clock=lambda: now)
-    assert [buckets.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
-    assert buckets.take("b") == 0.0
-    now += 0.25
-    assert buckets.take("a") == 0.25
-    now += 0.25
-    assert buckets.take("a") == 0.0
-    now += 1_000
-    assert [buckets.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
-
-
-def test_senders_are_not_remembered_without_end() -> None:
-    buckets = TokenBuckets(1.0, 1, senders_max=2, clock=lambda: 0.0)
-    assert buckets.take("a") == 0.0
-    assert buckets.take("b") == 0.0
-    assert buckets.take("a") == 1.0
-    buckets.take("c")  # b was heard least lately
-    assert len(buckets) == 2
-    assert buckets.take("a") == 1.0
-    assert buckets.take("b") == 0.0
-
-
-# Rates
 
 
 async def test_a_key_has_its_rate() -> None:
@@ -399,38 +368,3 @@ async def _statuses_of_all(app: Any) -> list[int]:
                 assert "Traceback" not in response.text
                 statuses.append(response.status_code)
     return statuses
-
-
-# The log
-
-
-async def test_a_line_of_the_log_tells_who_and_how_much_and_no_path() -> None:
-    key = FreshKey.generate()
-    with structlog.testing.capture_logs() as logs:
-        async with edge(EdgeEngine(), client_keys={key.digest}, admin_keys={key.digest}) as client:
-            client.headers["X-API-Key"] = key.key
-            answer = await client.post("/recommend?q=private", json=ASK)
-            await client.get("/private/path")
-            await client.get("/admin/jobs/private%20job")
-    lines = [line for line in logs if line["event"] == "request"]
-    sent = len(answer.request.content)
-    assert (lines[0]["bytes_in"], lines[0]["bytes_out"]) == (sent, len(answer.content))
-    assert (lines[0]["key"], lines[0]["namespace"]) == (key.digest[:8], "default")
-    assert [line["route"] for line in lines] == ["/recommend", "unmatched", "/admin/jobs/{job_id}"]
-    assert "private" not in str([line for line in lines if line["status"] < 500])
-    assert key.key not in str(logs)
-    assert key.digest not in str(logs)
-
-
-async def test_refusals_do_not_flood_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.middleware.CHEAP_LINES_PER_S", NEVER)
-    monkeypatch.setattr("service.middleware.CHEAP_LINES_AT_ONCE", 5)
-    key = FreshKey.generate()
-    with structlog.testing.capture_logs() as logs:
-        async with edge(EdgeEngine(), client_keys={key.digest}) as client:
-            for _ in range(30):
-                await client.post("/recommend", json=ASK, headers={"X-API-Key": "guess"})
-            await client.post("/recommend", json=ASK, headers={"X-API-Key": key.key})
-    lines = [line for line in logs if line["event"] == "request"]
-    assert [line["status"] for line in lines] == [401] * 5 + [200]
-    assert lines[-1]["unwritten"] == 25
