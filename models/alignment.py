@@ -1,0 +1,204 @@
+"""Brings networks that were trained apart into one order of hidden units, without changing what they compute.
+
+Two networks that compute the same can hold it in different units, so that averaging their parameters gives neither. A
+ReLU network stays the same function when the units of a hidden layer change places (a unit's incoming row, its offset
+and its outgoing column move together) and when a unit's incoming weights grow as its outgoing ones shrink. Here the
+second freedom is removed by a convention, and the first by a linear sum assignment for each network and layer: unit u
+of network i goes to the place v where the density of its parameters is highest (Eq. 28-33 of the supplement to *Model
+Fusion for Personalized Learning*, whose permutations act on a latent vector instead).
+
+Letters in shape comments: n networks, p parameters, S samples of densities, N inputs, o and k units of neighbouring
+layers, u the places of units in a network and v those of the common order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+#: A sum of squares below this counts as none: a unit that takes or gives nothing keeps its scale.
+NOTHING = 1e-12
+#: How much stronger than incoming weights outgoing ones, of norm one, pull in a first alignment, in standard deviations
+#: of what comes in: units that push in opposite directions must not meet.
+OUTGOING_PULL = 8.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NetShape:
+    """A fully connected ReLU network as one flat vector: weights row after row, then offsets if any, layer by layer.
+
+    (1, 100, 1) is a network with 100 hidden units, (d, 1) a linear head, which has none and nothing to align.
+    """
+
+    widths: tuple[int, ...]
+    offsets: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.widths) < 2 or min(self.widths) < 1:
+            raise ValueError(f"a network needs at least inputs and outputs, each at least 1, not {self.widths}")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of each layer."""
+        return [(after, before) for before, after in pairwise(self.widths)]
+
+    @property
+    def parameters(self) -> int:
+        """Length of the flat vector."""
+        return sum(rows * (columns + self.offsets) for rows, columns in self.sizes)
+
+    def layers(self, nets: Tensor) -> list[Tensor]:
+        """[..., p] → [..., outputs, inputs (+ 1 for offsets)] of each layer."""
+        found, start = [], 0
+        for rows, columns in self.sizes:
+            middle, end = start + rows * columns, start + rows * (columns + self.offsets)
+            layer = nets[..., start:middle].unflatten(-1, (rows, columns))
+            found.append(torch.cat([layer, nets[..., middle:end, None]], -1) if self.offsets else layer)
+            start = end
+        return found
+
+    def flat(self, layers: Sequence[Tensor]) -> Tensor:
+        """The inverse of `layers`."""
+        parts = []
+        for layer, (_, columns) in zip(layers, self.sizes, strict=True):
+            parts += [layer[..., :columns].flatten(-2), layer[..., columns:].flatten(-2)]
+        return torch.cat(parts, -1)
+
+    def outputs(self, nets: Tensor, x: Tensor) -> Tensor:
+        """What each network says of each input: [..., p] and x [N, inputs] → [..., N, outputs]."""
+        hidden = x
+        layers = self.layers(nets)
+        for place, layer in enumerate(layers):
+            columns = self.sizes[place][1]
+            hidden = hidden @ layer[..., :columns].mT  # [..., N, o]
+            if self.offsets:
+                hidden = hidden + layer[..., None, :, columns]
+            if place < len(layers) - 1:
+                hidden = hidden.relu()
+        return hidden
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Density:
+    """Expected −2 log N(γ | m, v) of each parameter as a quadratic, aγ² − 2bγ + c, up to a constant: each [n or 1, p]."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+
+    @classmethod
+    def expected(cls, mean: Tensor, variance: Tensor) -> Density:
+        """Over samples of means and variances [S, n, p]."""
+        precision = 1 / variance
+        return cls(
+            precision.mean(0), (mean * precision).mean(0), (mean.square() * precision + variance.log()).mean(0)
+        )
+
+    def layers(self, shape: NetShape) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """By layer, as `NetShape.layers`."""
+        return list(zip(shape.layers(self.a), shape.layers(self.b), shape.layers(self.c), strict=True))
+
+
+def rescaled(shape: NetShape, nets: Tensor, *, balance: bool = False) -> Tensor:
+    """The same functions with outgoing weights of norm 1 at each hidden unit, or of the norm of the incoming ones.
+
+    With norm 1 the scale of a unit is where it acts linearly, between kinks, so that means of units make sense; balanced
+    units are what gradient descent starts from well.
+    """
+    layers = shape.layers(nets)
+    for place in range(len(layers) - 2, -1, -1):
+        incoming, outgoing = layers[place], layers[place + 1]
+        columns = shape.sizes[place + 1][1]
+        taken, given = incoming.square().sum(-1), outgoing[..., :columns].square().sum(-2)  # [..., o]
+        factor = (given / taken).clamp_min(NOTHING).pow(0.25) if balance else given.sqrt()
+        factor = torch.where((taken > NOTHING) & (given > NOTHING), factor, 1.0)
+        layers[place] = incoming * factor[..., None]
+        layers[place + 1] = torch.cat([outgoing[..., :columns] / factor[..., None, :], outgoing[..., columns:]], -1)
+    return shape.flat(layers)
+
+
+def permuted(shape: NetShape, nets: Tensor, orders: Mapping[int, Tensor]) -> Tensor:
+    """The same functions with unit orders[l][i, v] of hidden layer l of network i at place v: nets [n, p]."""
+    layers = shape.layers(nets)
+    for place, order in orders.items():
+        columns = shape.sizes[place + 1][1]
+        layers[place] = torch.take_along_dim(layers[place], order[:, :, None], 1)
+        outgoing = torch.take_along_dim(layers[place + 1][..., :columns], order[:, None, :], 2)
+        layers[place + 1] = torch.cat([outgoing, layers[place + 1][..., columns:]], -1)
+    return shape.flat(layers)
+
+
+def assignment_costs(shape: NetShape, nets: Tensor, density: Density, place: int) -> Tensor:
+    """−2 log-density of unit u of hidden layer `place` at place v, for all networks at once: nets [n, p] → [n, u, v]."""
+    layers, densities = shape.layers(nets), density.layers(shape)
+    columns = shape.sizes[place + 1][1]
+    incoming = layers[place]  # [n, u, k]
+    outgoing = layers[place + 1][..., :columns].mT  # [n, u, o]
+    units = torch.cat([incoming, outgoing], -1)
+    a, b, c = (
+        torch.cat([here, there[..., :columns].mT], -1)
+        for here, there in zip(densities[place], densities[place + 1], strict=True)
+    )  # [n or 1, v, k + o]
+    return units.square() @ a.mT - 2 * units @ b.mT + c.sum(-1)[:, None, :]
+
+
+def best_orders(costs: Tensor) -> Tensor:
+    """The assignment of least cost for each network: [n, u, v] → the unit at each place [n, v]."""
+    found = np.stack([linear_sum_assignment(cost)[1] for cost in costs.mT.double().cpu().numpy()])
+    return torch.from_numpy(found).to(costs.device)
+
+
+def aligned(shape: NetShape, nets: Tensor, density: Density, sweeps: int = 1) -> Tensor:
+    """Networks with their hidden units where their expected log-density is highest (Eq. 33): [n, p].
+
+    One layer at a time with the others as they are; with more than one hidden layer more sweeps may find more.
+    """
+    for _ in range(sweeps):
+        for place in range(len(shape.sizes) - 1):
+            nets = permuted(shape, nets, {place: best_orders(assignment_costs(shape, nets, density, place))})
+    return nets
+
+
+def first_alignment(
+    shape: NetShape, nets: Tensor, profiles: Tensor, inputs: Tensor | None = None, rounds: tuple[int, int] = (3, 3)
+) -> Tensor:
+    """A common order before there is a model: to one network, then to running means, then to means of like profiles.
+
+    Nets [n, p] with outgoing weights of norm 1 (`rescaled`), standardised profiles [n, d], and inputs [N, …] that say
+    how much a weight matters; without them all inputs count as 1.
+    """
+    if len(shape.sizes) < 2 or len(nets) < 2:
+        return nets
+    precision = shape.flat(_precisions(shape, nets, inputs))[None]
+    distances = torch.cdist(profiles, profiles).square()
+    near = torch.softmax(-distances / (0.1 * distances.mean()).clamp_min(NOTHING), -1)  # [n, n]
+    everywhere, nearby = rounds
+    mean = nets[:1]
+    for step in range(everywhere + nearby):
+        nets = aligned(shape, nets, Density(precision, mean * precision, mean.square() * precision))
+        mean = nets.mean(0, keepdim=True) if step < everywhere - 1 else near @ nets
+    return nets
+
+
+def _precisions(shape: NetShape, nets: Tensor, inputs: Tensor | None) -> list[Tensor]:
+    """How much a difference in each parameter counts in a first alignment."""
+    found: list[Tensor] = []
+    for place, layer in enumerate(shape.layers(nets)):
+        weight = torch.ones_like(layer[0])  # [o, k]
+        columns = shape.sizes[place][1]
+        if place == 0 and inputs is not None:
+            weight[:, :columns] = inputs.square().mean(0)
+        elif place:
+            scale = (shape.layers(nets)[place - 1].square() * found[-1]).sum(-1).mean()
+            weight[:, :columns] = OUTGOING_PULL**2 * scale
+        found.append(weight)
+    return found

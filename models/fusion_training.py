@@ -1,0 +1,185 @@
+"""Trains model fusion: gradient steps on the bound, in turn with the permutations of hidden units.
+
+Sources come with their units in any order and scale. They are brought into a common order first (`first_alignment`);
+from then on every so many steps each goes where the model expects it most (Eq. 33). All networks and samples of a step
+are one tensor; only the assignments, one call each, go network by network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from models.alignment import Density, NetShape, aligned, first_alignment, rescaled
+from models.fusion import FusionState
+from models.fusion_gp import ProfileProcesses
+from models.fusion_modules import Batch, CrossingModule, FusionModules
+
+#: Outputs that vary less than this share of the usual count as if they varied so much.
+LEAST_OUTPUT_SCALE = 0.05
+#: Deviations below this share of the usual one of a parameter's layer count as if they were so large.
+LEAST_SCALE = 0.1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FusionSettings:
+    """How to train; sizes of the published model are in `models/fusion_modules.py`."""
+
+    #: e, and the inducing inputs of each, as far as there are sources.
+    processes: int = 10
+    inducing: int = 50
+    #: Sources and draws of a gradient step.
+    batch: int = 128
+    samples: int = 4
+    #: Adam's first rate; halved when a round brings no better bound, and training ends when it falls below the last.
+    rate: float = 5e-3
+    last_rate: float = 2e-4
+    #: Steps of a round; after each the permutations are renewed.
+    round_steps: int = 50
+    max_rounds: int = 60
+    #: Rounds without a better bound before the rate is halved.
+    patience: int = 2
+    #: Whether hidden units are aligned.
+    align: bool = True
+    #: Rounds of the first alignment: to means of all, to means of like profiles.
+    first_rounds: tuple[int, int] = (3, 3)
+    #: Least variance of a parameter in shares of its variance over the sources.
+    least_variance: float = 0.05
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FusionFit:
+    """What training gives."""
+
+    state: FusionState
+    #: The bound a source, after each round.
+    bounds: list[float]
+    #: The sources in the common order: what to regress on, or to compare with.
+    nets: Tensor
+
+
+def fit_fusion(
+    profiles: Tensor,
+    nets: Tensor,
+    shape: NetShape,
+    settings: FusionSettings | None = None,
+    *,
+    seed: int,
+    inputs: Tensor | None = None,
+    weights: Tensor | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> FusionFit:
+    """Learn profile → network from sources: profiles [n, d], nets [n, p].
+
+    Inputs [N, …] such as the networks usually see let what they compute count beside how (N of a few dozen is
+    enough); weights [n] say how much each source is to be trusted; progress is told the share done, at most.
+    """
+    settings = settings or FusionSettings()
+    _check(profiles, nets, shape, inputs, weights)
+    generator = torch.Generator(nets.device).manual_seed(seed)
+    centre, scale = profiles.mean(0), profiles.std(0)
+    scale = torch.where(scale > 1e-6 * (1 + centre.abs()), scale, 1.0)
+    standard = (profiles - centre) / scale
+    ordered = rescaled(shape, nets)
+    if settings.align:
+        ordered = first_alignment(shape, ordered, standard, inputs, settings.first_rounds)
+    outputs = None if inputs is None else shape.outputs(nets, inputs)
+    trust = torch.ones_like(nets[:, 0]) if weights is None else weights / weights.mean()
+    batch = Batch(standard, ordered, trust, outputs, None if outputs is None else _spreads(outputs))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # torch's layers draw from the global generator
+        modules = _modules(batch, shape, settings, generator)
+    bounds, ordered = _train(modules, batch, settings, generator, inputs, progress)
+    kept = {"profile_centre": centre, "profile_scale": scale, "source_profiles": standard}
+    tensors = {name: tensor.detach().clone() for name, tensor in (kept | modules.tensors()).items()}
+    return FusionFit(FusionState.from_dict(FusionState(shape, tensors).to_dict()), bounds, ordered)
+
+
+def _check(profiles: Tensor, nets: Tensor, shape: NetShape, inputs: Tensor | None, weights: Tensor | None) -> None:
+    if len(nets) < 2 or nets.shape != (len(profiles), shape.parameters) or profiles.dim() != 2:
+        raise ValueError(f"fusion needs at least two sources, each a profile and {shape.parameters} parameters")
+    if inputs is not None and (inputs.dim() != 2 or inputs.shape[1] != shape.widths[0]):
+        raise ValueError(f"inputs must be a matrix with {shape.widths[0]} columns")
+    if weights is not None and (weights.shape != nets.shape[:1] or not bool((weights > 0).all())):
+        raise ValueError("weights must be positive, one for each source")
+    if not all(bool(given.isfinite().all()) for given in (profiles, nets, inputs, weights) if given is not None):
+        raise ValueError("sources of a fusion must be finite")
+
+
+def _spreads(outputs: Tensor) -> Tensor:
+    """How much the outputs of each network vary, at least a share of the usual: [n, N, o] → [n]."""
+    spreads = (outputs - outputs.mean(1, keepdim=True)).square().mean((1, 2)).sqrt()
+    return spreads.clamp_min(LEAST_OUTPUT_SCALE * spreads.mean().clamp_min(1e-6))
+
+
+def _modules(batch: Batch, shape: NetShape, settings: FusionSettings, generator: torch.Generator) -> FusionModules:
+    count = min(settings.inducing, len(batch.profiles))
+    # Each process its own part of the sources to begin with.
+    rows = torch.stack(
+        [
+            torch.randperm(len(batch.profiles), generator=generator, device=generator.device)[:count]
+            for _ in range(settings.processes)
+        ]
+    )
+    processes = ProfileProcesses(batch.profiles[rows], generator)
+    deviations = batch.nets.std(0)
+    usual = shape.flat([layer.square().mean().sqrt().expand_as(layer) for layer in shape.layers(deviations)])
+    scale = deviations.maximum(LEAST_SCALE * usual).clamp_min(1e-6)
+    crossing = CrossingModule(batch.nets.mean(0), scale, settings.least_variance)
+    return FusionModules(shape, processes, crossing).to(batch.nets)
+
+
+def _train(
+    modules: FusionModules,
+    batch: Batch,
+    settings: FusionSettings,
+    generator: torch.Generator,
+    inputs: Tensor | None,
+    progress: Callable[[float], None] | None,
+) -> tuple[list[float], Tensor]:
+    """Until the rate is spent; returns the bounds and the networks as last aligned."""
+    optimiser = torch.optim.Adam(modules.parameters(), lr=settings.rate)
+    sources, total = len(batch.nets), float(batch.weights.sum())
+    size = min(settings.batch, sources)
+    bounds: list[float] = []
+    best, waited = float("-inf"), 0
+    for done in range(settings.max_rounds):
+        modules.train()
+        found = torch.zeros((), device=batch.nets.device)
+        for _ in range(settings.round_steps):
+            rows = torch.randperm(sources, generator=generator, device=generator.device)[:size]
+            bound = modules.bound(batch.rows(rows), total, settings.samples, generator, inputs) / total
+            optimiser.zero_grad(set_to_none=True)
+            (-bound).backward()
+            torch.nn.utils.clip_grad_norm_(modules.parameters(), 100.0)
+            optimiser.step()
+            found += bound.detach() / settings.round_steps
+        bounds.append(float(found))
+        if settings.align and len(modules.shape.sizes) > 1:
+            batch = _realigned(modules, batch, settings.samples, generator)
+        waited = 0 if bounds[-1] > best + 0.5 else waited + 1
+        best = max(best, bounds[-1])
+        if waited >= settings.patience:
+            waited = 0
+            for group in optimiser.param_groups:
+                group["lr"] /= 2
+            if optimiser.param_groups[0]["lr"] < settings.last_rate:
+                break
+        if progress is not None:
+            progress((done + 1) / settings.max_rounds)
+    modules.eval()
+    return bounds, batch.nets
+
+
+@torch.no_grad()
+def _realigned(modules: FusionModules, batch: Batch, samples: int, generator: torch.Generator) -> Batch:
+    """Every source where its expected log-density under the model is highest."""
+    density = Density.expected(*modules.draw(batch.profiles, samples, generator))
+    nets = aligned(modules.shape, batch.nets, density)
+    return Batch(batch.profiles, nets, batch.weights, batch.outputs, batch.output_scale)
