@@ -72,18 +72,33 @@ class NetShape:
             parts += [layer[..., :columns].flatten(-2), layer[..., columns:].flatten(-2)]
         return torch.cat(parts, -1)
 
+    def kinds(self) -> Tensor:
+        """Which parameters units of a layer have in common, numbered from 0: [p].
+
+        All weights from one input are of a kind, all to one output, all between two hidden layers, all offsets of a
+        hidden layer. Without hidden units each parameter is of its own kind.
+        """
+        first, last = 0, len(self.sizes) - 1
+        found, start = [], 0
+        for place, (rows, columns) in enumerate(self.sizes):
+            row = torch.arange(rows) if place == last else torch.zeros(rows, dtype=torch.int64)
+            column = torch.arange(columns) if place == first else torch.zeros(columns, dtype=torch.int64)
+            layer = row[:, None] * int(column[-1] + 1) + column  # [o, k]
+            offset = row[:, None] + int(layer[-1, -1] + 1)
+            found.append(start + (torch.cat([layer, offset], 1) if self.offsets else layer))
+            start = int(found[-1][-1, -1]) + 1
+        return self.flat(found)
+
     def outputs(self, nets: Tensor, x: Tensor) -> Tensor:
         """What each network says of each input: [..., p] and x [N, inputs] → [..., N, outputs]."""
-        hidden = x
         layers = self.layers(nets)
-        for place, layer in enumerate(layers):
+        hidden = layers[0] @ (torch.cat([x, torch.ones_like(x[:, :1])], 1) if self.offsets else x).mT  # [..., o, N]
+        for place, layer in enumerate(layers[1:], 1):
             columns = self.sizes[place][1]
-            hidden = hidden @ layer[..., :columns].mT  # [..., N, o]
+            hidden = layer[..., :columns] @ hidden.relu()
             if self.offsets:
-                hidden = hidden + layer[..., None, :, columns]
-            if place < len(layers) - 1:
-                hidden = hidden.relu()
-        return hidden
+                hidden = hidden + layer[..., columns:]
+        return hidden.mT
 
 
 @final
@@ -97,7 +112,8 @@ class Density:
 
     @classmethod
     def expected(cls, mean: Tensor, variance: Tensor) -> Density:
-        """Over samples of means and variances [S, n, p]."""
+        """Over samples of means [S, n, p] and variances that broadcast with them."""
+        variance = variance.expand_as(mean)
         precision = 1 / variance
         return cls(
             precision.mean(0), (mean * precision).mean(0), (mean.square() * precision + variance.log()).mean(0)
@@ -178,27 +194,32 @@ def first_alignment(
     """
     if len(shape.sizes) < 2 or len(nets) < 2:
         return nets
-    precision = shape.flat(_precisions(shape, nets, inputs))[None]
+    variance = contribution_variances(shape, nets, inputs)
     distances = torch.cdist(profiles, profiles).square()
     near = torch.softmax(-distances / (0.1 * distances.mean()).clamp_min(NOTHING), -1)  # [n, n]
     everywhere, nearby = rounds
     mean = nets[:1]
     for step in range(everywhere + nearby):
-        nets = aligned(shape, nets, Density(precision, mean * precision, mean.square() * precision))
+        nets = aligned(shape, nets, Density.expected(mean[None], variance))
         mean = nets.mean(0, keepdim=True) if step < everywhere - 1 else near @ nets
     return nets
 
 
-def _precisions(shape: NetShape, nets: Tensor, inputs: Tensor | None) -> list[Tensor]:
-    """How much a difference in each parameter counts in a first alignment."""
+def contribution_variances(shape: NetShape, nets: Tensor, inputs: Tensor | None) -> Tensor:
+    """Variances [p] under which parameters count for what they add to the outputs, the same for all units of a layer.
+
+    Variances of their own, as a fitted density has them, make wide places that gather every odd unit, and let weights
+    count by how much they vary instead of by what they do; networks aligned under them average to something else.
+    """
     found: list[Tensor] = []
-    for place, layer in enumerate(shape.layers(nets)):
-        weight = torch.ones_like(layer[0])  # [o, k]
+    layers = shape.layers(nets)
+    for place, layer in enumerate(layers):
+        precision = torch.ones_like(layer[0])  # [o, k]
         columns = shape.sizes[place][1]
-        if place == 0 and inputs is not None:
-            weight[:, :columns] = inputs.square().mean(0)
-        elif place:
-            scale = (shape.layers(nets)[place - 1].square() * found[-1]).sum(-1).mean()
-            weight[:, :columns] = OUTGOING_PULL**2 * scale
-        found.append(weight)
-    return found
+        if place:
+            power = (layers[place - 1].square() * found[-1]).sum(-1).mean()
+            precision[:, :columns] = OUTGOING_PULL**2 * power.clamp_min(NOTHING)
+        elif inputs is not None:
+            precision[:, :columns] = inputs.square().mean(0).clamp_min(NOTHING)
+        found.append(precision)
+    return 1 / shape.flat(found)

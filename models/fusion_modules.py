@@ -88,24 +88,31 @@ class BaseModule(nn.Module):
 
 @final
 class CrossingModule(nn.Module):
-    """Mean and variance of γ from [w∅, w]: a shared part, and one layer for each."""
+    """Mean and variance of γ from [w∅, w]: a shared part, and one layer for each.
 
-    def __init__(self, centre: Tensor, scale: Tensor, least_variance: float) -> None:
+    Parameters of a kind (`NetShape.kinds`) have one variance. With variances of their own some places of the common
+    order would become wide ones that attract every odd unit, and the mean of odd units is none of them.
+    """
+
+    def __init__(self, centre: Tensor, scale: Tensor, kinds: Tensor, least_variance: float) -> None:
         super().__init__()
+        count = int(kinds.max()) + 1
         self.first = nn.Linear(BASE + TASK, CROSS)
         self.second = nn.Linear(CROSS, LATENT)
         self.mean = nn.Linear(LATENT, len(centre))
-        self.variance = nn.Linear(LATENT, len(centre), bias=False)
-        self.free_variance = nn.Parameter(torch.zeros(len(centre)))
+        self.variance = nn.Linear(LATENT, count, bias=False)
+        self.free_variance = nn.Parameter(torch.zeros(count))
         self.least_variance = least_variance
         self.register_buffer("centre", centre)
         self.register_buffer("scale", scale)
+        self.register_buffer("kinds", kinds)
         self.centre: Tensor
         self.scale: Tensor
+        self.kinds: Tensor
         nn.init.zeros_(self.variance.weight)
 
     def variance_offset(self) -> Tensor:
-        """Log-variance of each parameter, in its own scale, before the profile moves it."""
+        """Log-variance of each kind, in its own scale, before the profile moves it."""
         return (self.free_variance.exp() + self.least_variance).log()
 
     def forward(self, base: Tensor, task: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +120,7 @@ class CrossingModule(nn.Module):
         weight, offset = self.first.weight, self.first.bias
         hidden = base @ weight[:, :BASE].mT + task @ weight[:, BASE:].mT + offset
         latent = self.second(hidden.relu()).relu()
-        bent = self.variance(latent).tanh() * VARIANCE_RANGE + self.variance_offset()
+        bent = (self.variance(latent).tanh() * VARIANCE_RANGE + self.variance_offset())[..., self.kinds]
         return self.centre + self.scale * self.mean(latent), bent.exp() * self.scale.square()
 
 
@@ -173,7 +180,8 @@ class FusionModules(nn.Module):
             "cross_offset": crossing.first.bias,
             "cross_2": crossing.second.weight, "cross_2_offset": crossing.second.bias,
             "mean": crossing.mean.weight, "mean_offset": crossing.mean.bias,
-            "variance": crossing.variance.weight, "variance_offset": crossing.variance_offset(),
+            "variance": crossing.variance.weight[crossing.kinds],
+            "variance_offset": crossing.variance_offset()[crossing.kinds],
             "variance_range": torch.full((), VARIANCE_RANGE).to(crossing.centre),
             "centre": crossing.centre, "scale": crossing.scale,
         }  # fmt: skip

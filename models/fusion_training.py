@@ -14,15 +14,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-from models.alignment import Density, NetShape, aligned, first_alignment, rescaled
+from models.alignment import Density, NetShape, aligned, contribution_variances, first_alignment, rescaled
 from models.fusion import FusionState
 from models.fusion_gp import ProfileProcesses
 from models.fusion_modules import Batch, CrossingModule, FusionModules
 
 #: Outputs that vary less than this share of the usual count as if they varied so much.
 LEAST_OUTPUT_SCALE = 0.05
-#: Deviations below this share of the usual one of a parameter's layer count as if they were so large.
-LEAST_SCALE = 0.1
+#: Gradients longer than this are cut: the bound is steep where variances are small.
+CLIP = 100.0
+#: Least standard deviation of parameters that training reckons with.
+LEAST_SCALE = 1e-4
 
 
 @final
@@ -35,19 +37,20 @@ class FusionSettings:
     inducing: int = 50
     #: Sources and draws of a gradient step.
     batch: int = 128
-    samples: int = 4
-    #: Adam's first rate; halved when a round brings no better bound, and training ends when it falls below the last.
+    samples: int = 2
+    #: Adam's first rate, which falls to none along a cosine.
     rate: float = 5e-3
-    last_rate: float = 2e-4
-    #: Steps of a round; after each the permutations are renewed.
+    #: Gradient steps of a round, and rounds.
     round_steps: int = 50
-    max_rounds: int = 60
-    #: Rounds without a better bound before the rate is halved.
-    patience: int = 2
+    rounds: int = 30
+    #: Rounds between two renewals of the permutations.
+    realign_rounds: int = 5
     #: Whether hidden units are aligned.
     align: bool = True
+    #: Whether what the networks say of the inputs counts beside their parameters, if there are inputs.
+    outputs: bool = True
     #: Rounds of the first alignment: to means of all, to means of like profiles.
-    first_rounds: tuple[int, int] = (3, 3)
+    first_rounds: tuple[int, int] = (3, 5)
     #: Least variance of a parameter in shares of its variance over the sources.
     least_variance: float = 0.05
 
@@ -89,7 +92,7 @@ def fit_fusion(
     ordered = rescaled(shape, nets)
     if settings.align:
         ordered = first_alignment(shape, ordered, standard, inputs, settings.first_rounds)
-    outputs = None if inputs is None else shape.outputs(nets, inputs)
+    outputs = shape.outputs(nets, inputs) if inputs is not None and settings.outputs else None
     trust = torch.ones_like(nets[:, 0]) if weights is None else weights / weights.mean()
     batch = Batch(standard, ordered, trust, outputs, None if outputs is None else _spreads(outputs))
     with torch.random.fork_rng(devices=[]):
@@ -128,10 +131,11 @@ def _modules(batch: Batch, shape: NetShape, settings: FusionSettings, generator:
         ]
     )
     processes = ProfileProcesses(batch.profiles[rows], generator)
-    deviations = batch.nets.std(0)
-    usual = shape.flat([layer.square().mean().sqrt().expand_as(layer) for layer in shape.layers(deviations)])
-    scale = deviations.maximum(LEAST_SCALE * usual).clamp_min(1e-6)
-    crossing = CrossingModule(batch.nets.mean(0), scale, settings.least_variance)
+    kinds = shape.kinds().to(batch.nets.device)
+    counts = torch.bincount(kinds)
+    variances = torch.zeros_like(counts, dtype=batch.nets.dtype).index_add(0, kinds, batch.nets.var(0)) / counts
+    scale = variances.sqrt().clamp_min(LEAST_SCALE)[kinds]
+    crossing = CrossingModule(batch.nets.mean(0), scale, kinds, settings.least_variance)
     return FusionModules(shape, processes, crossing).to(batch.nets)
 
 
@@ -143,43 +147,40 @@ def _train(
     inputs: Tensor | None,
     progress: Callable[[float], None] | None,
 ) -> tuple[list[float], Tensor]:
-    """Until the rate is spent; returns the bounds and the networks as last aligned."""
+    """All rounds; returns the bounds and the networks as last aligned."""
     optimiser = torch.optim.Adam(modules.parameters(), lr=settings.rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.rounds * settings.round_steps)
+    aligns = settings.align and len(modules.shape.sizes) > 1
     sources, total = len(batch.nets), float(batch.weights.sum())
     size = min(settings.batch, sources)
+    contributions = contribution_variances(modules.shape, batch.nets, inputs)
     bounds: list[float] = []
-    best, waited = float("-inf"), 0
-    for done in range(settings.max_rounds):
-        modules.train()
+    for done in range(1, settings.rounds + 1):
         found = torch.zeros((), device=batch.nets.device)
         for _ in range(settings.round_steps):
             rows = torch.randperm(sources, generator=generator, device=generator.device)[:size]
             bound = modules.bound(batch.rows(rows), total, settings.samples, generator, inputs) / total
             optimiser.zero_grad(set_to_none=True)
             (-bound).backward()
-            torch.nn.utils.clip_grad_norm_(modules.parameters(), 100.0)
+            torch.nn.utils.clip_grad_norm_(modules.parameters(), CLIP)
             optimiser.step()
+            schedule.step()
             found += bound.detach() / settings.round_steps
         bounds.append(float(found))
-        if settings.align and len(modules.shape.sizes) > 1:
-            batch = _realigned(modules, batch, settings.samples, generator)
-        waited = 0 if bounds[-1] > best + 0.5 else waited + 1
-        best = max(best, bounds[-1])
-        if waited >= settings.patience:
-            waited = 0
-            for group in optimiser.param_groups:
-                group["lr"] /= 2
-            if optimiser.param_groups[0]["lr"] < settings.last_rate:
-                break
+        if aligns and done % settings.realign_rounds == 0 and done < settings.rounds:
+            batch = _realigned(modules, batch, contributions, settings.samples, generator)
         if progress is not None:
-            progress((done + 1) / settings.max_rounds)
+            progress(done / settings.rounds)
     modules.eval()
     return bounds, batch.nets
 
 
 @torch.no_grad()
-def _realigned(modules: FusionModules, batch: Batch, samples: int, generator: torch.Generator) -> Batch:
-    """Every source where its expected log-density under the model is highest."""
-    density = Density.expected(*modules.draw(batch.profiles, samples, generator))
+def _realigned(
+    modules: FusionModules, batch: Batch, contributions: Tensor, samples: int, generator: torch.Generator
+) -> Batch:
+    """Every source where its expected log-density under the model's means is highest."""
+    means, _ = modules.draw(batch.profiles, samples, generator)
+    density = Density.expected(means, contributions)
     nets = aligned(modules.shape, batch.nets, density)
     return Batch(batch.profiles, nets, batch.weights, batch.outputs, batch.output_scale)
