@@ -57,6 +57,22 @@ class Batch:
             None if self.output_scale is None else self.output_scale[index],
         )
 
+    def between(self, other: Batch, share: Tensor) -> Batch:
+        """Sources as they would be on the way to others, row by row: all of this at share 1, of the other at 0."""
+
+        def mixed(here: Tensor, there: Tensor) -> Tensor:
+            return there + (here - there) * share.view(-1, *[1] * (here.dim() - 1))
+
+        return Batch(
+            mixed(self.profiles, other.profiles),
+            mixed(self.nets, other.nets),
+            mixed(self.weights, other.weights),
+            None if self.outputs is None or other.outputs is None else mixed(self.outputs, other.outputs),
+            None
+            if self.output_scale is None or other.output_scale is None
+            else mixed(self.output_scale, other.output_scale),
+        )
+
 
 @final
 class BaseModule(nn.Module):

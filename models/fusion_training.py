@@ -53,6 +53,8 @@ class FusionSettings:
     first_rounds: tuple[int, int] = (3, 5)
     #: Least variance of a parameter in shares of its variance over the sources.
     least_variance: float = 0.05
+    #: Half of the sources of a step are moved towards one of so many sources with the nearest profiles.
+    vicinity: int = 3
 
 
 @final
@@ -154,12 +156,13 @@ def _train(
     sources, total = len(batch.nets), float(batch.weights.sum())
     size = min(settings.batch, sources)
     contributions = contribution_variances(modules.shape, batch.nets, inputs)
+    near = _neighbours(batch.profiles, settings.vicinity)
     bounds: list[float] = []
     for done in range(1, settings.rounds + 1):
         found = torch.zeros((), device=batch.nets.device)
         for _ in range(settings.round_steps):
             rows = torch.randperm(sources, generator=generator, device=generator.device)[:size]
-            bound = modules.bound(batch.rows(rows), total, settings.samples, generator, inputs) / total
+            bound = modules.bound(_vicinity(batch, rows, near, generator), total, settings.samples, generator, inputs) / total
             optimiser.zero_grad(set_to_none=True)
             (-bound).backward()
             torch.nn.utils.clip_grad_norm_(modules.parameters(), CLIP)
@@ -173,6 +176,28 @@ def _train(
             progress(done / settings.rounds)
     modules.eval()
     return bounds, batch.nets
+
+
+def _neighbours(profiles: Tensor, count: int) -> Tensor:
+    """The sources with the nearest profiles, without oneself: [n, count]."""
+    distances = torch.cdist(profiles, profiles).fill_diagonal_(torch.inf)
+    return distances.topk(min(count, len(profiles) - 1), dim=1, largest=False).indices
+
+
+def _vicinity(batch: Batch, rows: Tensor, near: Tensor, generator: torch.Generator) -> Batch:
+    """Some sources, half of them somewhere on the way to a neighbour.
+
+    The bound is a sum over sources and says nothing about the profiles between them, where a flexible model can do as
+    it likes: with few sources it learns each by heart. Between two near ones it has to be between them (vicinal risk,
+    Chapelle et al., 2000).
+    """
+    chosen = batch.rows(rows)
+    if not near.shape[1]:
+        return chosen
+    place = torch.randint(near.shape[1], (len(rows), 1), generator=generator, device=generator.device)
+    other = batch.rows(torch.take_along_dim(near[rows], place, 1).squeeze(1))
+    drawn = torch.rand(len(rows), generator=generator, device=generator.device)
+    return chosen.between(other, (2 * drawn).clamp_max(1).to(batch.nets))
 
 
 @torch.no_grad()
