@@ -65,7 +65,7 @@ def digit_images(folder: Path, name: str) -> tuple[NDArray[np.float32], NDArray[
 
 @lru_cache(maxsize=2)
 def sine_nets(named: Path | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The model-fusion authors' sine tasks (amplitude, phase) [1000, 2] and a [1-100-1] network for each [1000, 301]."""
+    """The model-fusion authors' sine tasks [1000, amplitude and phase] and a [1-100-1] network for each [1000, 301]."""
     with np.load(_existing(data_folder(named), "sine-nets.npz"), allow_pickle=False) as arrays:
         return arrays["tasks"].astype(np.float32), arrays["nets"].astype(np.float32)
 

@@ -95,7 +95,7 @@ def _descend(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(descent, steps) if cosine else None
     for _ in range(steps):
         descent.zero_grad(set_to_none=True)
-        _losses(theta, x, y).sum().backward()
+        _losses(theta, x, y).sum().backward()  # type: ignore[no-untyped-call]
         descent.step()
         if schedule is not None:
             schedule.step()
@@ -151,7 +151,7 @@ def few_points(tasks: Tensor, count: int, generator: torch.Generator) -> tuple[T
 
 
 def maml(tasks: Tensor, generator: torch.Generator, steps: int) -> Tensor:
-    """One network that is good after a step on ten points (Finn et al., 2017), trained on the sources' tasks: [1, p]."""
+    """One network that is good after a step on ten points (Finn et al., 2017), trained on sources' tasks: [1, p]."""
 
     def outer(theta: Tensor, chosen: Tensor) -> Tensor:
         x, y = few_points(chosen, 10, generator)

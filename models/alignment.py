@@ -60,7 +60,7 @@ class NetShape:
         found, start = [], 0
         for rows, columns in self.sizes:
             middle, end = start + rows * columns, start + rows * (columns + self.offsets)
-            layer = nets[..., start:middle].unflatten(-1, (rows, columns))
+            layer = nets[..., start:middle].reshape(*nets.shape[:-1], rows, columns)
             found.append(torch.cat([layer, nets[..., middle:end, None]], -1) if self.offsets else layer)
             start = end
         return found
@@ -104,7 +104,7 @@ class NetShape:
 @final
 @dataclass(frozen=True, slots=True)
 class Density:
-    """Expected −2 log N(γ | m, v) of each parameter as a quadratic, aγ² − 2bγ + c, up to a constant: each [n or 1, p]."""
+    """Expected −2 log N(γ | m, v) of each parameter up to a constant, aγ² − 2bγ + c: each [n or 1, p]."""
 
     a: Tensor
     b: Tensor
@@ -115,9 +115,7 @@ class Density:
         """Over samples of means [S, n, p] and variances that broadcast with them."""
         variance = variance.expand_as(mean)
         precision = 1 / variance
-        return cls(
-            precision.mean(0), (mean * precision).mean(0), (mean.square() * precision + variance.log()).mean(0)
-        )
+        return cls(precision.mean(0), (mean * precision).mean(0), (mean.square() * precision + variance.log()).mean(0))
 
     def layers(self, shape: NetShape) -> list[tuple[Tensor, Tensor, Tensor]]:
         """By layer, as `NetShape.layers`."""
@@ -127,8 +125,8 @@ class Density:
 def rescaled(shape: NetShape, nets: Tensor, *, balance: bool = False) -> Tensor:
     """The same functions with outgoing weights of norm 1 at each hidden unit, or of the norm of the incoming ones.
 
-    With norm 1 the scale of a unit is where it acts linearly, between kinks, so that means of units make sense; balanced
-    units are what gradient descent starts from well.
+    With norm 1 the scale of a unit is where it acts linearly, between kinks, so that means of units make sense;
+    balanced units are what gradient descent starts from well.
     """
     layers = shape.layers(nets)
     for place in range(len(layers) - 2, -1, -1):
@@ -154,7 +152,7 @@ def permuted(shape: NetShape, nets: Tensor, orders: Mapping[int, Tensor]) -> Ten
 
 
 def assignment_costs(shape: NetShape, nets: Tensor, density: Density, place: int) -> Tensor:
-    """−2 log-density of unit u of hidden layer `place` at place v, for all networks at once: nets [n, p] → [n, u, v]."""
+    """−2 log-density of unit u of hidden layer `place` at place v, of all networks at once: [n, p] → [n, u, v]."""
     layers, densities = shape.layers(nets), density.layers(shape)
     columns = shape.sizes[place + 1][1]
     incoming = layers[place]  # [n, u, k]

@@ -6,8 +6,8 @@ After *Model Fusion for Personalized Learning* (supplement, A.2, B-D). Sources a
     g ~ GP over profiles, w_i = warp(g(τ_i))    task-specific: what the profile says
     γ_i ~ N(A_i m(w∅, w_i), A_i v(w∅, w_i))     crossing: a network from both, its hidden units in an order A_i
 
-A new profile τ* gets γ* by w∅ ~ q(w∅), g ~ q(g(τ*)), γ* ~ N(m, v). This module answers for new profiles from the tensors
-that training (`models/fusion_training.py`) leaves behind: products of small matrices and no factorisation, so that it
+A new profile τ* gets γ* by w∅ ~ q(w∅), g ~ q(g(τ*)), γ* ~ N(m, v). This module answers for new profiles from the
+tensors that training (`models/fusion_training.py`) leaves behind: products of small matrices and no factorisation, so that it
 fits into a request, and without the libraries that training needs.
 
 Letters in shape comments: B profiles of d numbers, S samples, e processes, M inducing inputs, p parameters.
@@ -29,7 +29,8 @@ SPREAD_DRAWS = 32
 #: What a state consists of beside the shape: names, and their dimensions in letters that must agree.
 FIELDS: Final[Mapping[str, str]] = {
     "profile_centre": "d", "profile_scale": "d", "source_profiles": "nd",
-    "inducing": "eMd", "lengths": "ed", "scales": "e", "constants": "e", "mean_weights": "eM", "variance_weights": "eMM",
+    "inducing": "eMd", "lengths": "ed", "scales": "e", "constants": "e",
+    "mean_weights": "eM", "variance_weights": "eMM",
     "warp_1": "he", "warp_1_offset": "h", "warp_2": "wh", "warp_2_offset": "w",
     "base_mean": "b", "base_deviation": "b",
     "cross_base": "cb", "cross_task": "cw", "cross_offset": "c", "cross_2": "lc", "cross_2_offset": "l",
@@ -176,7 +177,7 @@ class Fusion:
         return mean, (held["scales"] - explained).clamp_min(0)
 
     def _cross(self, base: Tensor, processes: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of γ: base [..., c] with the weights already applied, processes [..., e] → each [..., p]."""
+        """Mean and variance of γ: base [..., c] with its weights applied, processes [..., e] → each [..., p]."""
         held = self.state.tensors
         warped = (processes @ held["warp_1"].mT + held["warp_1_offset"]).tanh()
         hidden = (warped @ self._task.mT + base).relu()

@@ -31,9 +31,7 @@ class ProfileProcesses(gpytorch.models.ApproximateGP):  # type: ignore[misc]
         processes, places, size = inducing.shape
         batch = torch.Size([processes])
         distribution = gpytorch.variational.CholeskyVariationalDistribution(places, batch_shape=batch)
-        strategy = gpytorch.variational.VariationalStrategy(
-            self, inducing, distribution, learn_inducing_locations=True
-        )
+        strategy = gpytorch.variational.VariationalStrategy(self, inducing, distribution, learn_inducing_locations=True)
         super().__init__(strategy)
         self.count = processes
         self.mean_module = gpytorch.means.ConstantMean(batch_shape=batch)
@@ -60,7 +58,8 @@ class ProfileProcesses(gpytorch.models.ApproximateGP):  # type: ignore[misc]
 
     def divergence(self) -> Tensor:
         """Σ KL(q(s) ‖ p(s)) over the processes."""
-        return self.variational_strategy.kl_divergence().sum()
+        found: Tensor = self.variational_strategy.kl_divergence().sum()
+        return found
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:

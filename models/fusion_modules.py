@@ -3,11 +3,11 @@
 Parameterised as A.2 of the supplement says; see `models/fusion.py` for the model. Its bound, Eq. 27 with q(w∅; ω) and
 q(s), by reparameterised samples:
 
-    L = E_q Σ_i [log N(γ_i | m_i, v_i) + log N(f(x; γ_i) | f(x; m_i), s²)] − KL(q(w∅) ‖ p(w∅)) − KL(q(s) ‖ p(s))
+    L = E_q Σ_i [λ log N(γ_i | m_i, v_i) + log N(f(x; γ_i) | f(x; m_i), s²)] − KL(q(w∅) ‖ p(w∅)) − KL(q(s) ‖ p(s))
 
 The second likelihood, of what the networks say of some inputs x, is ours: the mean of many networks with the same
 outputs has other outputs, however well their units are aligned, and nothing else in the bound would mind. Without
-inputs it is left out, which is the published bound.
+inputs it is left out and λ = 1, which is the published bound.
 
 Letters in shape comments: n networks, p parameters, d profile coordinates, S samples, e processes, N inputs.
 """
@@ -99,7 +99,8 @@ class BaseModule(nn.Module):
         log_variance = (bent - bent.mean(0)) / (bent.var(0, unbiased=False) + 1e-5).sqrt()
         own = 2 * self.log_deviation
         terms = log_variance - own + (own.exp() + (self.mean - mean).square()) / log_variance.exp() - 1
-        return 0.5 * terms.sum(-1).mean()
+        found: Tensor = 0.5 * terms.sum(-1).mean()
+        return found
 
 
 @final
@@ -144,12 +145,16 @@ class CrossingModule(nn.Module):
 class FusionModules(nn.Module):
     """All that is trained."""
 
-    def __init__(self, shape: NetShape, processes: ProfileProcesses, crossing: CrossingModule) -> None:
+    def __init__(
+        self, shape: NetShape, processes: ProfileProcesses, crossing: CrossingModule, parameter_weight: float = 1.0
+    ) -> None:
         super().__init__()
         self.shape = shape
+        self.parameter_weight = parameter_weight
         self.base = BaseModule()
         self.processes = processes
-        self.warp = nn.Sequential(nn.Linear(processes.count, WARP), nn.Tanh(), nn.Linear(WARP, TASK))
+        self.warp_1 = nn.Linear(processes.count, WARP)
+        self.warp_2 = nn.Linear(WARP, TASK)
         self.crossing = crossing
         self.log_output_noise = nn.Parameter(torch.tensor(math.log(0.5)))
 
@@ -158,13 +163,13 @@ class FusionModules(nn.Module):
         where, spread = self.processes.marginals(profiles)
         base = self.base.draw(_normal((samples, 1, BASE), generator, where))
         drawn = where + spread.clamp_min(1e-10).sqrt() * _normal((samples, *where.shape), generator, where)
-        found: tuple[Tensor, Tensor] = self.crossing(base, self.warp(drawn))
+        found: tuple[Tensor, Tensor] = self.crossing(base, self.warp_2(self.warp_1(drawn).tanh()))
         return found
 
     def likelihoods(self, batch: Batch, mean: Tensor, variance: Tensor, inputs: Tensor | None) -> Tensor:
         """Expected log-likelihood of each source, from samples [S, n, p] → [n]."""
         terms = (batch.nets - mean).square() / variance + (2 * math.pi * variance).log()
-        found = -0.5 * terms.sum(-1).mean(0)
+        found = -0.5 * self.parameter_weight * terms.sum(-1).mean(0)
         if inputs is not None and batch.outputs is not None and batch.output_scale is not None:
             noise = self.log_output_noise.exp() + LEAST_OUTPUT_NOISE
             errors = (self.shape.outputs(mean, inputs) - batch.outputs) / batch.output_scale[:, None, None]
@@ -185,8 +190,7 @@ class FusionModules(nn.Module):
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """What `models.fusion.Fusion` answers from."""
-        warp_1, _, warp_2 = self.warp
-        crossing = self.crossing
+        warp_1, warp_2, crossing = self.warp_1, self.warp_2, self.crossing
         return {
             **self.processes.tensors(),
             "warp_1": warp_1.weight, "warp_1_offset": warp_1.bias,

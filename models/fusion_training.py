@@ -39,7 +39,7 @@ class FusionSettings:
     batch: int = 128
     samples: int = 2
     #: Adam's first rate, which falls to none along a cosine.
-    rate: float = 5e-3
+    rate: float = 1e-2
     #: Gradient steps of a round, and rounds.
     round_steps: int = 50
     rounds: int = 30
@@ -53,6 +53,9 @@ class FusionSettings:
     first_rounds: tuple[int, int] = (3, 5)
     #: Least variance of a parameter in shares of its variance over the sources.
     least_variance: float = 0.05
+    #: What log-likelihoods of parameters count where those of outputs count too: they are the same evidence twice, and
+    #: how a source computes something is mostly its own affair.
+    parameter_weight: float = 0.1
     #: Half of the sources of a step are moved towards one of so many sources with the nearest profiles.
     vicinity: int = 3
 
@@ -138,7 +141,8 @@ def _modules(batch: Batch, shape: NetShape, settings: FusionSettings, generator:
     variances = torch.zeros_like(counts, dtype=batch.nets.dtype).index_add(0, kinds, batch.nets.var(0)) / counts
     scale = variances.sqrt().clamp_min(LEAST_SCALE)[kinds]
     crossing = CrossingModule(batch.nets.mean(0), scale, kinds, settings.least_variance)
-    return FusionModules(shape, processes, crossing).to(batch.nets)
+    weight = 1.0 if batch.outputs is None else settings.parameter_weight
+    return FusionModules(shape, processes, crossing, weight).to(batch.nets)
 
 
 def _train(
@@ -162,9 +166,12 @@ def _train(
         found = torch.zeros((), device=batch.nets.device)
         for _ in range(settings.round_steps):
             rows = torch.randperm(sources, generator=generator, device=generator.device)[:size]
-            bound = modules.bound(_vicinity(batch, rows, near, generator), total, settings.samples, generator, inputs) / total
+            bound = (
+                modules.bound(_vicinity(batch, rows, near, generator), total, settings.samples, generator, inputs)
+                / total
+            )
             optimiser.zero_grad(set_to_none=True)
-            (-bound).backward()
+            (-bound).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(modules.parameters(), CLIP)
             optimiser.step()
             schedule.step()
