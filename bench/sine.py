@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.data import sine_nets
-from models.alignment import NetShape
+from models.plain_net import NetShape
 
 SHAPE: Final = NetShape((1, 100, 1))
 LOW, HIGH, POINTS = -5.0, 5.0, 200

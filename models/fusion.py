@@ -7,8 +7,8 @@ After *Model Fusion for Personalized Learning* (supplement, A.2, B-D). Sources a
     γ_i ~ N(A_i m(w∅, w_i), A_i v(w∅, w_i))     crossing: a network from both, its hidden units in an order A_i
 
 A new profile τ* gets γ* by w∅ ~ q(w∅), g ~ q(g(τ*)), γ* ~ N(m, v). This module answers for new profiles from the
-tensors that training (`models/fusion_training.py`) leaves behind: products of small matrices and no factorisation, so that it
-fits into a request, and without the libraries that training needs.
+tensors that training (`models/fusion_training.py`) leaves behind: products of small matrices and no factorisation, so
+that it fits into a request, and without the libraries that training needs.
 
 Letters in shape comments: B profiles of d numbers, S samples, e processes, M inducing inputs, p parameters.
 """
@@ -22,7 +22,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from models.alignment import NetShape, rescaled
+from models.plain_net import NetShape, rescaled
 
 #: Draws behind the spread of a prediction.
 SPREAD_DRAWS = 32

@@ -21,8 +21,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from models.alignment import NetShape
 from models.fusion_gp import ProfileProcesses
+from models.plain_net import NetShape
 
 #: Sizes of A.2: w∅ and w, the noise behind the prior of w∅, and the layers between.
 BASE, TASK, NOISE, WARP, CROSS, LATENT = 100, 100, 100, 256, 64, 32

@@ -14,10 +14,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from models.alignment import Density, NetShape, aligned, contribution_variances, first_alignment, rescaled
+from models.alignment import Density, aligned, contribution_variances, first_alignment
 from models.fusion import FusionState
 from models.fusion_gp import ProfileProcesses
 from models.fusion_modules import Batch, CrossingModule, FusionModules
+from models.plain_net import NetShape, rescaled
 
 #: Outputs that vary less than this share of the usual count as if they varied so much.
 LEAST_OUTPUT_SCALE = 0.05
