@@ -151,6 +151,30 @@ def hostile(
 
 
 @bench_app.command()
+def fusion(
+    seeds: Seeds = "100-102",
+    data: Data = None,
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw targets and networks into this folder.")] = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """Networks for new sine tasks out of those for others, before and after a few points, against other warm starts.
+
+    [bold]paper[/]: 800 of the model-fusion authors' networks as sources. [bold]sparse[/]: five sources a band and
+    targets in the gaps between them. Also how long training takes.
+    """
+    from bench.fusion import FusionPlan, measure_fusion, plot_fusion, print_fusion
+
+    plan = FusionPlan(seeds=_quick_seeds(seeds, quick), data=data)
+    report = measure_fusion(plan.quick() if quick else plan, quick=quick, console=console)
+    print_fusion(report, console)
+    if plot is not None:
+        plot_fusion(report, plot)
+    _finish(report, json, check=check, failed=False)
+
+
+@bench_app.command()
 def regret(
     env: Env = "synthetic",
     methods: Annotated[

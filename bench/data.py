@@ -63,6 +63,13 @@ def digit_images(folder: Path, name: str) -> tuple[NDArray[np.float32], NDArray[
     return (images.reshape(len(images), -1) / np.float32(255)).astype(np.float32), labels.astype(np.int64)
 
 
+@lru_cache(maxsize=2)
+def sine_nets(named: Path | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The model-fusion authors' sine tasks [1000, amplitude and phase] and a [1-100-1] network for each [1000, 301]."""
+    with np.load(_existing(data_folder(named), "sine-nets.npz"), allow_pickle=False) as arrays:
+        return arrays["tasks"].astype(np.float32), arrays["nets"].astype(np.float32)
+
+
 def _idx(path: Path) -> NDArray[np.uint8]:
     """An array in the idx format: two zero bytes, a type, the number of dimensions, each as a big-endian integer."""
     with gzip.open(path, "rb") as file:

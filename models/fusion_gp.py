@@ -1,0 +1,87 @@
+"""The Gaussian processes of model fusion: e independent sparse ones over profiles, as one batch.
+
+Each has inducing inputs of its own, a constant mean, a kernel with one length for each profile coordinate, and a
+Gaussian q(s) over its values at the inducing inputs, whitened: s = L v, L Lᵀ = K(Z, Z), v ~ N(m, C Cᵀ). The supplement
+leaves q(s) at the prior (its Eq. 16 is Eq. 27 with q(s) = p(s)), under which no function learned from the sources
+could reach a new profile; here q(s) is fitted, and KL(q(s) ‖ p(s)) is in the bound.
+
+Letters in shape comments: e processes, M inducing inputs, d profile coordinates, n profiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import gpytorch
+import torch
+from torch import Tensor
+
+#: Length of the kernels at the start, in standard deviations of the profiles.
+FIRST_LENGTH = 1.0
+#: Variance of the inducing values at the start: near enough to none that the first steps see a function, not noise.
+FIRST_SPREAD = 0.1
+
+
+@final
+class ProfileProcesses(gpytorch.models.ApproximateGP):  # type: ignore[misc]
+    """g: profile → R^e, with q(g) to train."""
+
+    def __init__(self, inducing: Tensor, generator: torch.Generator) -> None:
+        """From inducing inputs [e, M, d]; the means of their values are drawn, so that the e processes differ."""
+        processes, places, size = inducing.shape
+        batch = torch.Size([processes])
+        distribution = gpytorch.variational.CholeskyVariationalDistribution(places, batch_shape=batch)
+        strategy = gpytorch.variational.VariationalStrategy(self, inducing, distribution, learn_inducing_locations=True)
+        super().__init__(strategy)
+        self.count = processes
+        self.mean_module = gpytorch.means.ConstantMean(batch_shape=batch)
+        self.covar_module = gpytorch.kernels.ScaleKernel(
+            gpytorch.kernels.RBFKernel(ard_num_dims=size, batch_shape=batch), batch_shape=batch
+        )
+        self.covar_module.base_kernel.lengthscale = FIRST_LENGTH
+        self.covar_module.outputscale = 1.0
+        self.to(inducing)
+        drawn = torch.randn(processes, places, generator=generator, device=generator.device)
+        with torch.no_grad():
+            distribution.variational_mean.copy_(drawn.to(inducing))
+            distribution.chol_variational_covar.mul_(FIRST_SPREAD)
+        strategy.variational_params_initialized.fill_(1)
+
+    def forward(self, profiles: Tensor) -> Any:
+        """The prior at some profiles."""
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(profiles), self.covar_module(profiles))
+
+    def marginals(self, profiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances of q(g(τ)): profiles [n, d] → each [n, e]."""
+        found = self(profiles)
+        return found.mean.mT, found.variance.mT
+
+    def divergence(self) -> Tensor:
+        """Σ KL(q(s) ‖ p(s)) over the processes."""
+        found: Tensor = self.variational_strategy.kl_divergence().sum()
+        return found
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """What `models.fusion.Fusion` needs: all that costs more than a product is done here.
+
+        With k = k(Z, τ): mean = μ + kᵀ L⁻ᵀ m and variance = σ² − kᵀ L⁻ᵀ (I − C Cᵀ) L⁻¹ k.
+        """
+        strategy = self.variational_strategy
+        inducing = strategy.inducing_points
+        whitened = strategy._variational_distribution
+        gram = self.covar_module(inducing).to_dense().double()
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        jitter = gpytorch.settings.variational_cholesky_jitter.value(inducing.dtype)
+        factor = torch.linalg.cholesky(gram + jitter * identity)  # [e, M, M]
+        turn = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False).mT  # L⁻ᵀ
+        spread = whitened.chol_variational_covar.tril().double()
+        weights = turn @ (identity - spread @ spread.mT) @ turn.mT
+        return {
+            "inducing": inducing.clone(),
+            "lengths": self.covar_module.base_kernel.lengthscale.squeeze(-2).clone(),  # [e, d]
+            "scales": self.covar_module.outputscale.clone(),  # [e]
+            "constants": self.mean_module.constant.clone(),  # [e]
+            "mean_weights": (turn @ whitened.variational_mean.double()[..., None]).squeeze(-1).to(inducing),
+            "variance_weights": weights.to(inducing),
+        }

@@ -1,0 +1,106 @@
+"""Fully connected ReLU networks of any shape as flat vectors, many at once, and the freedom in their scales.
+
+Letters in shape comments: p parameters, N inputs, o and k units of neighbouring layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor
+
+#: A sum of squares below this counts as none: a unit that takes or gives nothing keeps its scale.
+NOTHING = 1e-12
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NetShape:
+    """A fully connected ReLU network as one flat vector: weights row after row, then offsets if any, layer by layer.
+
+    (1, 100, 1) is a network with 100 hidden units, (d, 1) a linear head, which has none and nothing to align.
+    """
+
+    widths: tuple[int, ...]
+    offsets: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.widths) < 2 or min(self.widths) < 1:
+            raise ValueError(f"a network needs at least inputs and outputs, each at least 1, not {self.widths}")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of each layer."""
+        return [(after, before) for before, after in pairwise(self.widths)]
+
+    @property
+    def parameters(self) -> int:
+        """Length of the flat vector."""
+        return sum(rows * (columns + self.offsets) for rows, columns in self.sizes)
+
+    def layers(self, nets: Tensor) -> list[Tensor]:
+        """[..., p] → [..., outputs, inputs (+ 1 for offsets)] of each layer."""
+        found, start = [], 0
+        for rows, columns in self.sizes:
+            middle, end = start + rows * columns, start + rows * (columns + self.offsets)
+            layer = nets[..., start:middle].reshape(*nets.shape[:-1], rows, columns)
+            found.append(torch.cat([layer, nets[..., middle:end, None]], -1) if self.offsets else layer)
+            start = end
+        return found
+
+    def flat(self, layers: Sequence[Tensor]) -> Tensor:
+        """The inverse of `layers`."""
+        parts = []
+        for layer, (_, columns) in zip(layers, self.sizes, strict=True):
+            parts += [layer[..., :columns].flatten(-2), layer[..., columns:].flatten(-2)]
+        return torch.cat(parts, -1)
+
+    def kinds(self) -> Tensor:
+        """Which parameters units of a layer have in common, numbered from 0: [p].
+
+        All weights from one input are of a kind, all to one output, all between two hidden layers, all offsets of a
+        hidden layer. Without hidden units each parameter is of its own kind.
+        """
+        first, last = 0, len(self.sizes) - 1
+        found, start = [], 0
+        for place, (rows, columns) in enumerate(self.sizes):
+            row = torch.arange(rows) if place == last else torch.zeros(rows, dtype=torch.int64)
+            column = torch.arange(columns) if place == first else torch.zeros(columns, dtype=torch.int64)
+            layer = row[:, None] * int(column[-1] + 1) + column  # [o, k]
+            offset = row[:, None] + int(layer[-1, -1] + 1)
+            found.append(start + (torch.cat([layer, offset], 1) if self.offsets else layer))
+            start = int(found[-1][-1, -1]) + 1
+        return self.flat(found)
+
+    def outputs(self, nets: Tensor, x: Tensor) -> Tensor:
+        """What each network says of each input: [..., p] and x [N, inputs] → [..., N, outputs]."""
+        layers = self.layers(nets)
+        hidden = layers[0] @ (torch.cat([x, torch.ones_like(x[:, :1])], 1) if self.offsets else x).mT  # [..., o, N]
+        for place, layer in enumerate(layers[1:], 1):
+            columns = self.sizes[place][1]
+            hidden = layer[..., :columns] @ hidden.relu()
+            if self.offsets:
+                hidden = hidden + layer[..., columns:]
+        return hidden.mT
+
+
+def rescaled(shape: NetShape, nets: Tensor, *, balance: bool = False) -> Tensor:
+    """The same functions with outgoing weights of norm 1 at each hidden unit, or of the norm of the incoming ones.
+
+    With norm 1 the scale of a unit is where it acts linearly, between kinks, so that means of units make sense;
+    balanced units are what gradient descent starts from well.
+    """
+    layers = shape.layers(nets)
+    for place in range(len(layers) - 2, -1, -1):
+        incoming, outgoing = layers[place], layers[place + 1]
+        columns = shape.sizes[place + 1][1]
+        taken, given = incoming.square().sum(-1), outgoing[..., :columns].square().sum(-2)  # [..., o]
+        factor = (given / taken).clamp_min(NOTHING).pow(0.25) if balance else given.sqrt()
+        factor = torch.where((taken > NOTHING) & (given > NOTHING), factor, 1.0)
+        layers[place] = incoming * factor[..., None]
+        layers[place + 1] = torch.cat([outgoing[..., :columns] / factor[..., None, :], outgoing[..., columns:]], -1)
+    return shape.flat(layers)
