@@ -71,6 +71,18 @@ class FusionRecord:
 
 @final
 @dataclass(frozen=True, slots=True)
+class FusionStanding:
+    """What the newest version says of itself, in numbers."""
+
+    version: int
+    created_ms: int
+    events: int
+    count: int  # of the sources it was trained on
+    struck: int  # of them since
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class FusionJob:
     """What became of the latest training that was asked for or due."""
 
@@ -169,6 +181,7 @@ class FusionStore:
             json.dumps(record.report, allow_nan=False),
             record.created_ms,
             record.events,
+            len(record.sources),
             EPOCH_LOG_CAP,
         ]
         arguments += [part for pair in names.items() for part in pair]
@@ -208,9 +221,13 @@ class FusionStore:
         keys = [self._keys.fusion, self._keys.fusion_sources, self._keys.epoch, self._keys.epoch_log]
         return as_int(await self._strike.call(keys, [EPOCH_LOG_CAP, new_stamp(), *ids]))
 
-    async def struck(self) -> int:
-        """How many sources of the newest version were struck out of it."""
-        return as_int(await command(self._redis, "HGET", self._keys.fusion, "struck"), absent=0)
+    async def standing(self) -> FusionStanding | None:
+        """What the newest version says of itself, without its arrays and sources."""
+        names = ("version", "created_ms", "events", "count", "struck")
+        version, *rest = await command(self._redis, "HMGET", self._keys.fusion, *names)
+        if version is None:
+            return None
+        return FusionStanding(as_int(version), *(as_int(number, absent=0) for number in rest))
 
     async def request(self, now_ms: int) -> FusionJob:
         """Ask for a training; the job that holds, another one if that waits or is under way already."""

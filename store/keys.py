@@ -31,7 +31,7 @@ last and may hold anything, braces too: only the first tag of a key counts.
     arm_removals           zset    tombstones: id of a removed arm → revision                  the oldest go
     fusion                 hash    version, stamp, blob, sources, report, created_ms, events: the
                                    current FusionRecord; sources are struck out when forgotten,
-                                   and `struck` counts those                                   none
+                                   count: how many there were, struck: how many are gone       none
     fusion_sources         hash    token of a source → user id, struck out when forgotten      none
     fusion_job             hash    what became of the latest training: one FusionJob           none
     fusion_lease           string  token of the one who trains fusion                          PX of the lease

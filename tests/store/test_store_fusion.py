@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from store.connection import scan
 from store.epochs import Epoch, EpochStore
 from store.errors import CorruptRecord, StoreReset
-from store.fusion import FusionJob, FusionRecord, FusionSource, FusionStore, new_token
+from store.fusion import FusionJob, FusionRecord, FusionSource, FusionStanding, FusionStore, new_token
 from store.namespaces import NamespaceRecord, Namespaces
 
 NAMES = {"t1": "ann", "t2": "bø }{", "t3": "cem"}
@@ -49,7 +49,8 @@ def stored(redis: Redis, record: NamespaceRecord) -> Stored:
 
 class TestPublishing:
     async def test_there_and_back(self, fusion: FusionStore) -> None:
-        assert (await fusion.current(), await fusion.identity(), await fusion.everyone()) == (None, None, {})
+        assert (await fusion.current(), await fusion.identity(), await fusion.standing()) == (None, None, None)
+        assert await fusion.everyone() == {}
         await publish(fusion)
         found = await fusion.current()
         assert found is not None
@@ -129,7 +130,7 @@ class TestStriking:
         assert np.array_equal(found.sources[1].profile, before.sources[2].profile)
         assert found.sources[1].incarnation == 2
         assert await fusion.everyone() == {"t1": "ann", "t3": "cem"}
-        assert (found.version, await fusion.struck()) == (1, 1)
+        assert await fusion.standing() == FusionStanding(1, 123, 99, count=3, struck=1)
         # Services hold the profiles: they have to look again.
         assert found.stamp != before.stamp
         assert await redis.xlen(record.keys.epoch_log) == head + 1
@@ -156,7 +157,7 @@ class TestStriking:
         assert await fusion.names(["t2"]) == {"t2": NAMES["t2"]}, "starts of before still name it"
         assert await fusion.strike([NAMES["t2"]]) == 1
         assert await fusion.everyone() == {**only, "t3": "cem"}
-        assert await fusion.struck() == 0, "it was no source of this version"
+        assert await fusion.standing() == FusionStanding(2, 123, 99, count=1, struck=0), "it was no source of this one"
 
     def test_tokens_are_never_the_same(self) -> None:
         assert len({new_token() for _ in range(100)}) == 100
