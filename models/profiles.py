@@ -39,9 +39,9 @@ def infer_profile_layout(features: Features) -> FeatureLayout:
 def profile_vector(layout: FeatureLayout, features: Features) -> NDArray[np.float64]:
     """A profile as numbers: float64 [layout.dimension], all finite and within float32; FeatureError otherwise."""
     try:
-        vector = arm_vectors(layout, [features])[0]
+        vector: NDArray[np.float64] = arm_vectors(layout, [features])[0].astype(np.float64)
     except FeatureError as error:
         raise FeatureError(FIELD, error.message) from None
     if not np.isfinite(vector).all():
         raise FeatureError(FIELD, TOO_LARGE)
-    return vector.astype(np.float64)
+    return vector

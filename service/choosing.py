@@ -8,7 +8,6 @@ from typing import TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
-from store.starts import Start
 
 from models.exploration import Policy, Slate, decision_draws, draw_slate
 from service.baseline import baseline_items, nothing_seen
@@ -24,6 +23,7 @@ from service.scoring import ArmScores, ScoreRequest, WarmStart
 from service.serving import Serving, ServingRoom
 from service.warm_starts import NewStart
 from store.decisions import BASELINE, DecidedItem, Decision
+from store.starts import Start
 from store.users import UserStore
 
 #: Why each item was chosen; None where that cannot be told any more, and empty when nobody asked.
@@ -168,8 +168,8 @@ class Chooser:
             incarnation=scores.incarnation,
             deferred=command.deferred,
         )
-        made = new is not None and scores.started
-        return Choice(decision, explanations, new.of(decision.incarnation, decision.created_ms) if made else None)
+        start = None if new is None or not scores.started else new.of(decision.incarnation, decision.created_ms)
+        return Choice(decision, explanations, start)
 
     async def _asked(
         self,

@@ -273,7 +273,7 @@ class Job:
 @final
 @dataclass(frozen=True, slots=True)
 class FusionGuard:
-    """How first rewards of users held out were foretold by their profiles, in nats a user; `summary` has it in words."""
+    """How first rewards of users held out were foretold by profiles, in nats a user; `summary` has it in words."""
 
     verdict: str
     blend: float

@@ -102,7 +102,7 @@ class Recommendation:
     model_version: int
     #: Of a user without events: "fusion" when their profile told what they begin from, "meta" when they begin from
     #: what all users together taught; None for everyone else.
-    cold_start: str | None
+    cold_start: Literal["meta", "fusion"] | None
     #: The decision was made by an earlier request with the same decision_id.
     replayed: bool
     #: The decision is in the store, for certain; otherwise no reward can be learned for it.
@@ -153,7 +153,7 @@ class GroupView:
     members: tuple[GroupMember, ...]
     model_version: int
     user_version: int
-    cold_start: str | None
+    cold_start: Literal["meta", "fusion"] | None
 
 
 @final

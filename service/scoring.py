@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
-from store.starts import Start
 
+from store.starts import Start
 from store.users import UserState
 
 #: What a user began from of whom nothing is learned: what everyone begins from, or their warm start.

@@ -79,18 +79,15 @@ class ServedFusion:
             raise
         except Exception as error:
             # Whatever is wrong with it, it must not keep users and epochs from being followed.
-            log.error(
-                "fusion refused", version=identity and identity[0], reason=str(error), effect="the one before stays"
-            )
+            log.error("fusion refused; the one before stays", version=identity and identity[0], reason=str(error))
             self._seen = identity
             return
         self._served, self._seen = served, None if record is None else (record.version, record.stamp)
+        sources = 0 if served is None else len(served.tokens)
         self._metrics.fusion_version.set(0 if served is None else served.version)
-        self._metrics.fusion_sources.set(0 if served is None else len(served.tokens))
-        active = served is not None and served.starter.active
-        log.info(
-            "fusion served", version=self.version, sources=0 if served is None else len(served.tokens), used=active
-        )
+        self._metrics.fusion_sources.set(sources)
+        used = served is not None and served.starter.active
+        log.info("fusion served", version=self.version, sources=sources, used=used)
 
     async def start(self, profile: NDArray[np.float64]) -> NewStart | None:
         """What a user with this profile is to begin from; None where everyone's beginning is all there is."""
