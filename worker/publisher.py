@@ -105,7 +105,7 @@ class Publisher:
 
     async def _apply(self, partition: int, deliveries: Sequence[Delivery], trainer: Trainer) -> int:
         found = [(delivery.entry_id, delivery.event) for delivery in deliveries if delivery.event is not None]
-        states, samples = await self._users.load_learners(event.user_id for _, event in found)
+        states, samples, _ = await self._users.load_learners(event.user_id for _, event in found)
         by_user: dict[str, list[tuple[str, RewardEvent]]] = {}
         for entry_id, event in found:
             reach("worker-learn", event.arm_id)
