@@ -129,6 +129,13 @@ class Settings(BaseSettings):
         "them, in the order of the request.",
     )
 
+    # Warm starts
+    fusion: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: new users with a profile begin from what is fused of others, where that helps; off: all "
+        "begin from the meta-learner's prior.",
+    )
+
     # The machine
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where tensors live.")
     torch_threads: int = Field(default=1, ge=1, le=256, description="Threads of one tensor operation.")
