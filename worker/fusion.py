@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import numpy as np
 import structlog
@@ -58,6 +58,8 @@ class FusionPlan:
     growth: float = 0.25  # share by which sources have grown since the last version
     least_sources: int = 50
     threads: int = 1
+    rounds: int | None = None  # of the fit; None: as many as it takes by default
+    wanted: Literal["auto", "off"] = "auto"  # where the namespace says nothing else
 
 
 @final
@@ -124,6 +126,8 @@ class FusionTrainer:
                     await self._stopping.wait()
 
     async def _tick(self) -> None:
+        if self._model.record.overrides.get("fusion", self._plan.wanted) == "off":
+            return
         if not self._checked:
             await self._strike_forgotten()
             self._checked = True
@@ -262,6 +266,7 @@ class FusionTrainer:
             inputs=trainer.learner.inputs_expected,
             seed=record.seed + version,
             threads=self._plan.threads,
+            rounds=self._plan.rounds,
             shared={name: tensor.cpu().numpy() for name, tensor in epoch.tensors.items()},
             batches=batches,
             profiles=profiles,

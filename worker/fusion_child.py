@@ -50,7 +50,7 @@ async def train_in_child(
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-        await asyncio.shield(process.wait())
+        await asyncio.shield(_end(process))
 
 
 async def _answer(process: Process, blob: bytes, progress: Callable[[float], None]) -> bytes:
@@ -59,12 +59,19 @@ async def _answer(process: Process, blob: bytes, progress: Callable[[float], Non
     asking = asyncio.create_task(_ask(process.stdin, blob))
     try:
         answer = await _listen(process, process.stdout, progress)
-        if status := await process.wait():
+        if status := await _end(process):
             raise TrainingFailed(f"the training process ended with status {status} after its answer")
         return answer
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _end(process: Process) -> int:
+    """The status of a process that ends now; what it wrote and nobody wants is read, or its pipe would stay."""
+    while process.stdout is not None and await process.stdout.read(LINE_BYTES_MAX):
+        continue
+    return await process.wait()
 
 
 async def _ask(pipe: asyncio.StreamWriter, blob: bytes) -> None:

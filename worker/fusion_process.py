@@ -40,6 +40,7 @@ def train(task: FusionTask, progress: Any) -> bytes:
     """The answer to a task. What is heavy is imported here: whoever only reads the task's format has no use for it."""
     import torch
 
+    from models.fusion_training import FusionSettings
     from models.presets import build_learner
     from models.settings import stored_settings
     from models.threads import use_threads
@@ -52,6 +53,7 @@ def train(task: FusionTask, progress: Any) -> bytes:
         task.user_batches,
         torch.from_numpy(task.profiles),
         seed=task.seed,
+        settings=None if task.rounds is None else FusionSettings(rounds=task.rounds),
         progress=progress,
     )
     return encode_answer(trained.arrays, trained.report.to_json())

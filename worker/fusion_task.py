@@ -37,6 +37,7 @@ class FusionTask:
     inputs: int
     seed: int
     threads: int
+    rounds: int | None  # of the fit; None: as many as it takes by default
     shared: Mapping[str, np.ndarray]
     batches: Sequence[Mapping[str, np.ndarray]]  # of each the fields of a UserBatch
     profiles: np.ndarray  # float64 [n, d], in the order of the batches
@@ -46,7 +47,7 @@ class FusionTask:
         tensors |= {SHARED + name: array for name, array in self.shared.items()}
         for place, batch in enumerate(self.batches):
             tensors |= {f"{BATCH}{place}.{name}": array for name, array in batch.items()}
-        told = {"learner": self.learner, "inputs": self.inputs, "seed": self.seed, "threads": self.threads}
+        told = {name: getattr(self, name) for name in ("learner", "inputs", "seed", "threads", "rounds")}
         return encode_tensors(tensors, {"task": json.dumps(told), "batches": str(len(self.batches))})
 
     @staticmethod

@@ -47,16 +47,24 @@ class WorkerSettings:
     candidate_pool: int
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: int = 1
-    #: off: fusion is not trained, not even when it is asked for.
+    #: off: where a namespace does not say otherwise, fusion is not trained, not even when it is asked for.
     fusion: Literal["auto", "off"] = "auto"
     fusion_interval_s: float = 3_600.0
     fusion_growth: float = 0.25
     fusion_min_sources: int = 50
+    fusion_rounds: int | None = None
 
     @property
     def fusion_plan(self) -> FusionPlan:
         """When fusion is trained."""
-        return FusionPlan(self.fusion_interval_s, self.fusion_growth, self.fusion_min_sources, self.torch_threads)
+        return FusionPlan(
+            interval_s=self.fusion_interval_s,
+            growth=self.fusion_growth,
+            least_sources=self.fusion_min_sources,
+            threads=self.torch_threads,
+            rounds=self.fusion_rounds,
+            wanted=self.fusion,
+        )
 
 
 @final
@@ -147,8 +155,7 @@ class NamespaceWork:
                 tasks.create_task(_until_the_end(meta.run(), ending))
                 tasks.create_task(_until_the_end(shares.run(), ending))
                 tasks.create_task(_until_the_end(overdue.run(), ending))
-                if settings.fusion == "auto":
-                    tasks.create_task(_until_the_end(fusion.run(), ending))
+                tasks.create_task(_until_the_end(fusion.run(), ending))
         except* StoreReset as lost:
             reset = lost
         finally:
