@@ -105,10 +105,11 @@ async def test_when_an_epoch_overtakes_them(shop: Workshop, monkeypatch: pytest.
     learner = shop.model.trainer
     assert learner is not None
     late = make_event(WARM, 99, phi=np.zeros(learner.learner.noted, dtype=np.float32))
-    # Their refit and their event meet at one version: the publisher tries again, and fits under the newer epoch.
+    # Fitted under the epoch before, which they are not left with.
     await shop.publisher(users=store).publish(0, await shop.give([late]))
     state = await stored(shop, WARM)
     assert (state.version, state.epoch) == (61, await shop.epoch_number())
+    assert state.epoch > 0
     assert same(state.tensors, await fitted(shop, WARM, start_of(shop)))
 
 
