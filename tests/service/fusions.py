@@ -78,7 +78,9 @@ async def publish(
     """Publish a version, with some of its arrays replaced."""
     store, made = await fusion_store(redis, namespace), trained()
     sources = tuple(FusionSource(f"token {row}", profile) for row, profile in enumerate(made.profiles))
-    record = FusionRecord(version, {**made.arrays, **arrays}, sources, report or made.report, created_ms=1_000 + version)
+    record = FusionRecord(
+        version, {**made.arrays, **arrays}, sources, report or made.report, created_ms=1_000 + version
+    )
     assert await store.acquire_lease("test", 60_000)
     names = {source.token: f"source {row}" for row, source in enumerate(sources)}
     assert await store.publish(record, names, lease_token="test")

@@ -26,7 +26,9 @@ from tests.worker.workshop import make_event, soon
 
 ARMS = [{"id": f"arm {n}", "features": [float(n), 1.0, -float(n)]} for n in range(3)]
 KEYS = NamespaceKeys("shop", 2)
-NOTHING_LEFT = {"decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False}
+NOTHING_LEFT = {
+    "decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False, "fusion": False,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from store.users import UserStore
 from tests.service.apps import running_app
 from tests.service.fusions import STARTING, fusion_store, learner, publish, trained
 from tests.service.test_engine import worker_running
+from tests.worker.workshop import soon
 
 KEYS = NamespaceKeys("default", 2)
 ARMS = [{"id": f"arm {n}", "features": [float(n), 1.0 - n, 0.5]} for n in range(4)]
@@ -71,11 +72,11 @@ async def http(redis: Redis, valkey_url: str, short_tails: None) -> AsyncIterato
 
 async def served(http: httpx.AsyncClient, version: int | None) -> None:
     """Wait until a version of fusion is served."""
-    import asyncio
 
-    async with asyncio.timeout(10):
-        while (await http.get("/admin/fusion")).json()["served"] != version:
-            await asyncio.sleep(0.01)
+    async def is_served() -> bool:
+        return bool((await http.get("/admin/fusion")).json()["served"] == version)
+
+    await soon(is_served)
 
 
 async def test_a_first_decision(http: httpx.AsyncClient, redis: Redis) -> None:
@@ -105,7 +106,8 @@ async def test_where_it_comes_from(http: httpx.AsyncClient) -> None:
     assert (told["fusion_version"], 0 < told["trust"] <= 0.6) == (1, True)
     assert [each["user_id"] for each in told["nearest"]] == [f"source {row}" for row in nearest]
     assert [each["distance"] for each in told["nearest"]] == pytest.approx(apart[nearest].tolist())
-    bob = (await answered(http, "bob"), (await http.get("/admin/users/bob")).json())[1]
+    await answered(http, "bob")
+    bob = (await http.get("/admin/users/bob")).json()
     assert (bob["cold_start"], bob["warm_start"]) == ("meta", None)
 
 
@@ -211,11 +213,11 @@ async def test_a_forgotten_source_has_no_name(http: httpx.AsyncClient, redis: Re
     assert after == [{**before[0], "user_id": None}, *before[1:]]
     assert before[0]["user_id"] not in (await (await fusion_store(redis)).everyone()).values()
     assert (await http.get("/admin/fusion")).json()["sources"] == len(trained().profiles) - 1
-    import asyncio
 
-    async with asyncio.timeout(10):
-        while "metaban_fusion_sources{namespace=\"default\"} 39.0" not in (await http.get("/metrics")).text:
-            await asyncio.sleep(0.01)
+    async def followed() -> bool:
+        return 'metaban_fusion_sources{namespace="default"} 39.0' in (await http.get("/metrics")).text
+
+    await soon(followed)
     await answered(http, "bob", ANN)
     near = (await http.get("/admin/users/bob")).json()["warm_start"]["nearest"]
     assert [each["user_id"] for each in near[:4]] == [each["user_id"] for each in before[1:]]
