@@ -249,8 +249,9 @@ class FusionStore:
         return bool(reply == b"ok")
 
     async def acquire_lease(self, token: str, ttl_ms: int) -> bool:
-        """Take the lease if it is free or ours already."""
-        return bool(await self._lease.call([self._keys.fusion_lease], ["acquire", token, ttl_ms, ""]))
+        """Take the lease if it is free or ours already; nobody gets it while a restore is unfinished."""
+        keys = [self._keys.fusion_lease, self._keys.restoring]
+        return bool(await self._lease.call(keys, ["acquire", token, ttl_ms, ""]))
 
     async def renew_lease(self, token: str, ttl_ms: int) -> bool:
         """Keep the lease; False when it was lost."""

@@ -40,7 +40,7 @@ async def train_in_child(
     )
     try:
         async with asyncio.timeout(limit_s):
-            _, answer = await asyncio.gather(_ask(process, blob), _listen(process, progress))
+            answer = await _answer(process, blob, progress)
         # Its arrays are looked through, which may take a while.
         return await asyncio.to_thread(decode_answer, answer)
     except TimeoutError:
@@ -53,21 +53,33 @@ async def train_in_child(
         await asyncio.shield(process.wait())
 
 
-async def _ask(process: Process, blob: bytes) -> None:
+async def _answer(process: Process, blob: bytes, progress: Callable[[float], None]) -> bytes:
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("a process was started without its pipes")
+    asking = asyncio.create_task(_ask(process.stdin, blob))
+    try:
+        answer = await _listen(process, process.stdout, progress)
+        if status := await process.wait():
+            raise TrainingFailed(f"the training process ended with status {status} after its answer")
+        return answer
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _ask(pipe: asyncio.StreamWriter, blob: bytes) -> None:
     """Hand the task over; the pipe stays open, since its end tells the process that nobody waits any more."""
-    assert process.stdin is not None
     with suppress(ConnectionError):  # it has ended; what it said, or did not say, tells why
-        process.stdin.write(LENGTH.pack(len(blob)))
-        process.stdin.write(blob)
-        await process.stdin.drain()
+        pipe.write(LENGTH.pack(len(blob)))
+        pipe.write(blob)
+        await pipe.drain()
 
 
-async def _listen(process: Process, progress: Callable[[float], None]) -> bytes:
+async def _listen(process: Process, answers: asyncio.StreamReader, progress: Callable[[float], None]) -> bytes:
     """The blob that comes after all lines."""
-    assert process.stdout is not None
     while True:
         try:
-            line = await process.stdout.readline()
+            line = await answers.readline()
             said = json.loads(line) if line else None
         except (ValueError, RecursionError):
             raise TrainingFailed("the training process wrote something else than its answer") from None
@@ -79,15 +91,14 @@ async def _listen(process: Process, progress: Callable[[float], None]) -> bytes:
             case {"failed": str() as reason}:
                 raise TrainingFailed(reason)
             case {"blob": int() as size} if 0 < size <= ANSWER_BYTES_MAX:
-                return await _blob(process, size)
+                return await _blob(process, answers, size)
             case _:
                 raise TrainingFailed("the training process wrote something else than its answer")
 
 
-async def _blob(process: Process, size: int) -> bytes:
-    assert process.stdout is not None
+async def _blob(process: Process, answers: asyncio.StreamReader, size: int) -> bytes:
     try:
-        return await process.stdout.readexactly(size)
+        return await answers.readexactly(size)
     except asyncio.IncompleteReadError:
         status = await process.wait()
         raise TrainingFailed(f"the training process ended with status {status} before its answer was out") from None

@@ -1,7 +1,7 @@
 """What a training of fusion is given and what it answers, as the process that trains reads and writes it.
 
-In: eight bytes of length and one blob; the pipe then stays open for as long as the answer is wanted. Out: lines of JSON,
-`{"progress": 0.5}` and `{"failed": "why"}`, and at the end `{"blob": n}` with n bytes after it.
+In: eight bytes of length and one blob; the pipe then stays open for as long as the answer is wanted. Out: lines of
+JSON, `{"progress": 0.5}` or `{"failed": "why"}`, and at the end `{"blob": n}` with n bytes after it.
 """
 
 from __future__ import annotations

@@ -90,9 +90,12 @@ class TestPublishing:
         assert await stored() == before
 
     async def test_not_while_a_restore_is_unfinished(self, redis: Redis, record, fusion: FusionStore) -> None:
-        await redis.hset(record.keys.restoring, "generation", "1")
         await fusion.acquire_lease("me", 60_000)
+        await redis.hset(record.keys.restoring, "generation", "1")
         assert not await fusion.publish(make_record(1), NAMES, lease_token="me")
+        assert await fusion.renew_lease("me", 60_000)
+        await fusion.release_lease("me")
+        assert not await fusion.acquire_lease("me", 60_000), "it would be trained for nothing"
 
     async def test_every_source_is_named_and_nobody_else(self, fusion: FusionStore) -> None:
         for names in ({"t1": "ann"}, {**NAMES, "t4": "dee"}):
