@@ -22,7 +22,9 @@ from store.rewards import RewardEvent
 USERS = ("anna.q7x-kowalska", "bela.z3v-lugosi", "carl.w9k-sagan")
 INPUTS = 3
 KEYS = NamespaceKeys("default", 2)
-NOTHING_LEFT = {"decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False}
+NOTHING_LEFT = {
+    "decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False, "fusion": False,
+}  # fmt: skip
 #: A tombstone: the name of the user's key, their field among the versions, and the line of the update log.
 TOMBSTONE_PLACES = 3
 
