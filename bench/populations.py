@@ -143,6 +143,7 @@ def batch_of(features: NDArray[np.float32], rewards: NDArray[np.float32], learne
         weight=torch.ones(count, dtype=learner.dtype),
         phi=torch.zeros(count, samples, learner.noted, dtype=learner.dtype),
         epochs=torch.zeros(count, samples, dtype=torch.int64),
+        starts=torch.zeros(count, learner.start_size, dtype=torch.float64),
     )
 
 

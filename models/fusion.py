@@ -28,7 +28,7 @@ from models.plain_net import NetShape, rescaled
 SPREAD_DRAWS = 32
 #: What a state consists of beside the shape: names, and their dimensions in letters that must agree.
 FIELDS: Final[Mapping[str, str]] = {
-    "profile_centre": "d", "profile_scale": "d", "source_profiles": "nd",
+    "profile_centre": "d", "profile_scale": "d",
     "inducing": "eMd", "lengths": "ed", "scales": "e", "constants": "e",
     "mean_weights": "eM", "variance_weights": "eMM",
     "warp_1": "he", "warp_1_offset": "h", "warp_2": "wh", "warp_2_offset": "w",
@@ -86,11 +86,6 @@ class FusionState:
         """d: how many numbers a profile has."""
         return len(self.tensors["profile_centre"])
 
-    @property
-    def sources(self) -> int:
-        """How many networks it was trained on."""
-        return len(self.tensors["source_profiles"])
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -146,12 +141,6 @@ class Fusion:
             means, variances = self._cross(base, where + noise * spread.sqrt())
             noise = torch.randn(means.shape, generator=generator, device=generator.device).to(means)
             return self._balanced(means + noise * variances.sqrt())
-
-    def nearest(self, profiles: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The sources with the most similar profiles and their distances, in standard deviations: each [B, count]."""
-        found = torch.cdist(self._standardised(profiles), self.state.tensors["source_profiles"])
-        distances, rows = found.topk(min(count, found.shape[1]), dim=1, largest=False)
-        return rows, distances
 
     def _draw_base(self, count: int, generator: torch.Generator) -> Tensor:
         held = self.state.tensors

@@ -105,7 +105,7 @@ def fit_fusion(
         torch.manual_seed(seed)  # torch's layers draw from the global generator
         modules = _modules(batch, shape, settings, generator)
     bounds, ordered = _train(modules, batch, settings, generator, inputs, progress)
-    kept = {"profile_centre": centre, "profile_scale": scale, "source_profiles": standard}
+    kept = {"profile_centre": centre, "profile_scale": scale}
     tensors = {name: tensor.detach().clone() for name, tensor in (kept | modules.tensors()).items()}
     return FusionFit(FusionState.from_dict(FusionState(shape, tensors).to_dict()), bounds, ordered)
 

@@ -38,6 +38,7 @@ class UserBatch:
     weight: Array  # [B] w_u of Eq. 5: how much this user teaches others
     phi: Array  # [B, S, q]: what `score` noted of the samples when they were chosen
     epochs: Array  # [B, S] int64: the epoch they were chosen under
+    starts: Array  # [B, start_size] float64: warm starts, 0 for who has none; [B, 0] where nobody has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Learner(ABC):
     inputs_expected: int
     #: q, how many numbers `score` notes of an arm.
     noted: int = 0
+    #: Numbers of a warm start, the last of them how far it is trusted; 0 for a learner that takes none.
+    start_size: int = 0
     #: Whether `fit`, `brief` and `score_briefed` take numpy arrays as well as tensors.
     knows_numpy: bool = False
     #: Whether `fit` goes on from users' states before; otherwise it is given none.
@@ -110,6 +113,10 @@ class Learner(ABC):
     @abstractmethod
     def newborn(self, shared: State) -> State:
         """The state of a user without events, without a batch dimension."""
+
+    def started(self, shared: State, starts: Array) -> Arrays:
+        """The states [B, …] of users without events who have these warm starts [B, start_size]."""
+        return {name: value.expand(starts.shape[0], *value.shape) for name, value in self.newborn(shared).items()}
 
     @abstractmethod
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:

@@ -23,6 +23,7 @@ from torch import Tensor
 from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, rectified, zeros
 from models.encoding import pieces
 from models.explaining import Agreement, Contributions, without_asker
+from models.head_starts import HeadStarts
 from models.inputs import ArmInputs
 from models.judging import Beliefs, believe, count_agreeing, foretold, remember
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
@@ -71,6 +72,8 @@ class PosteriorLearner(Learner):
         self.dtype = dtype
         self.inputs = ArmInputs(settings, inputs, dtype)
         self.head_size = self.inputs.head_size
+        self.starts = HeadStarts(self.inputs, inputs)
+        self.start_size = self.starts.size
         #: Numbers that tell the trunk who asks: the user's head without its coefficient of p.
         self.embedded = self.head_size - 1 if settings.embed else 0
         #: What is noted of an arm ends with what was on offer with it.
@@ -111,10 +114,19 @@ class PosteriorLearner(Learner):
         return {**shared, "epoch": torch.full_like(shared["epoch"], number)}
 
     def newborn(self, shared: State) -> State:
-        zeros = {name: shared["trunk"].new_zeros(shape) for name, shape in self.fields.items()}
-        nothing = shared["prior_precision"].new_zeros
-        head = self._believed(shared, nothing(1, *self.fields["gram"]), nothing(1, self.head_size)).head
-        return {**zeros, "head": head.squeeze(0).to(self.dtype), "since": shared["since"].to(self.dtype)}
+        states = self.started(shared, shared["prior_mean"].new_zeros(1, self.start_size))
+        return {name: value.squeeze(0) for name, value in states.items()}
+
+    def started(self, shared: Arrays, starts: Array) -> Arrays:
+        like, count = shared["trunk"], starts.shape[0]
+        gram, moment = self.starts.statistics(shared, stored_prior(shared), starts)
+        return {
+            **{name: zeros((count, *shape), like) for name, shape in self.fields.items()},
+            "gram": cast(gram, like),
+            "moment": cast(moment, like),
+            "head": cast(self._believed(shared, gram, moment).head, like),
+            "since": zeros((count,), like) + cast(shared["since"], like),
+        }
 
     def embedding(self, shared: Arrays, heads: Array) -> Array:
         """Who asks, to the trunk: users' mean heads [R, D] around the prior's, in its deviations → [R, e]."""
@@ -136,11 +148,13 @@ class PosteriorLearner(Learner):
         h = self.batch_heads(shared, batch)  # [B, S, D]
         weights = sample_weights(batch, shared["since"])  # [B, S]
         users = Statistics.of(h, batch.rewards, weights)
+        gram, moment = self.starts.statistics(shared, stored_prior(shared), batch.starts)
+        gram, moment = users.gram + gram, users.moment + moment
         index, real = newest(batch.valid, self.settings.memory_samples)
         return {
-            "gram": cast(users.gram, h),
-            "moment": cast(users.moment, h),
-            "head": cast(self._believed(shared, users.gram, users.moment).head, h),
+            "gram": cast(gram, h),
+            "moment": cast(moment, h),
+            "head": cast(self._believed(shared, gram, moment).head, h),
             "kept_heads": chosen(h, index[..., None]) * real[..., None],
             "kept_rewards": chosen(batch.rewards, index) * real,
             "kept_weights": chosen(weights, index) * real,

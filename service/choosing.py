@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.exploration import Policy, Slate, decision_draws, draw_slate
 from service.baseline import baseline_items, nothing_seen
@@ -17,13 +19,27 @@ from service.explaining import Question
 from service.live import LiveSettings
 from service.metrics import NamespaceMetrics
 from service.records import now_ms
-from service.served import ArmScores, ScoreRequest
+from service.scoring import ArmScores, ScoreRequest, WarmStart
 from service.serving import Serving, ServingRoom
+from service.warm_starts import NewStart
 from store.decisions import BASELINE, DecidedItem, Decision
+from store.starts import Start
 from store.users import UserStore
 
 #: Why each item was chosen; None where that cannot be told any more, and empty when nobody asked.
 Explanations: TypeAlias = tuple[Explanation | None, ...]
+#: What is known of a user who asks, as numbers.
+Profile: TypeAlias = NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision, why it was made, and the start that it was made for the user, to be stored with it."""
+
+    decision: Decision
+    explanations: Explanations = ()
+    start: Start | None = None
 
 
 @final
@@ -45,13 +61,13 @@ class Chooser:
         self._candidates = candidates
 
     async def choose(
-        self, command: RecommendCommand, decision_id: str, incarnation: int, store: Errands
-    ) -> tuple[Decision, Explanations]:
+        self, command: RecommendCommand, profile: Profile | None, decision_id: str, incarnation: int, store: Errands
+    ) -> Choice:
         """Choose arms; `incarnation` is the user's where no learner tells it."""
         if self._switched_off:
             decision = await self._by_baseline(command, decision_id, incarnation, store)
-            return decision, (None,) * len(decision.items) if command.explain else ()
-        return await self._by_learner(command, decision_id, store)
+            return Choice(decision, (None,) * len(decision.items) if command.explain else ())
+        return await self._by_learner(command, profile, decision_id, store)
 
     @property
     def _switched_off(self) -> bool:
@@ -79,10 +95,11 @@ class Chooser:
             return None
 
         def still(scores: ArmScores) -> bool:
-            served = (scores.epoch, scores.incarnation, scores.user_events)
-            return served == (decision.epoch, decision.incarnation, decision.user_version)
+            served = (scores.epoch, scores.incarnation, scores.user_events, scores.cold_start)
+            return served == (decision.epoch, decision.incarnation, decision.user_version, decision.cold_start)
 
-        asked = await self._asked(command, serving, candidates, store)
+        # By the start that was stored, if any: one made now might be another.
+        asked, _ = await self._asked(command, None, serving, candidates, store)
         return await serving.explainer.explain(Question(asked, candidates.features_of, command.context), rows, still)
 
     async def _by_baseline(
@@ -108,13 +125,13 @@ class Chooser:
         )
 
     async def _by_learner(
-        self, command: RecommendCommand, decision_id: str, store: Errands
-    ) -> tuple[Decision, Explanations]:
+        self, command: RecommendCommand, profile: Profile | None, decision_id: str, store: Errands
+    ) -> Choice:
         """Choose by what is known of the user now."""
         serving, candidates = await self._candidates.gather(command, store)
         if command.min_version is not None:
             await self._reach(serving, command.min_version)
-        asked = await self._asked(command, serving, candidates, store)
+        asked, new = await self._asked(command, profile, serving, candidates, store)
         policy = self._live.policy
         draw = partial(self._draw, command, decision_id, candidates, policy)
         explanations: Explanations = ()
@@ -146,25 +163,40 @@ class Chooser:
             policy=policy.name,
             epoch=scores.epoch,
             user_version=scores.user_events,
-            cold_start=None if scores.user_events else "meta",
+            cold_start=scores.cold_start,
             created_ms=now_ms(),
             incarnation=scores.incarnation,
             deferred=command.deferred,
         )
-        return decision, explanations
+        start = None if new is None or not scores.started else new.of(decision.incarnation, decision.created_ms)
+        return Choice(decision, explanations, start)
 
     async def _asked(
-        self, command: RecommendCommand, serving: Serving, candidates: Candidates, store: Errands
-    ) -> ScoreRequest:
-        """What the model is asked, with the state of a user whom it does not hold."""
-        loaded = None
-        if command.user_id not in serving.replica:
-            # Not found, or not to be asked for now: the meta-learner answers.
-            with self._metrics.stage("load"):
-                states = await store.run(lambda: self._users.load([command.user_id])) or {}
-                await serving.replica.take(states.values())
-            loaded = states.get(command.user_id)
-        return ScoreRequest(command.user_id, candidates.inputs, loaded)
+        self,
+        command: RecommendCommand,
+        profile: Profile | None,
+        serving: Serving,
+        candidates: Candidates,
+        store: Errands,
+    ) -> tuple[ScoreRequest, NewStart | None]:
+        """What the model is asked, with the state or start of a user whom it does not hold.
+
+        With a profile one of whom nothing is learned gets a start, if they have none.
+        """
+        user = command.user_id
+        if user in serving.replica:
+            return ScoreRequest(user, candidates.inputs), None
+        # Not found, or not to be asked for now: the meta-learner answers.
+        with self._metrics.stage("load"):
+            found = await store.run(lambda: self._users.load_with_starts([user]))
+            states, starts = found or ({}, {})
+            await serving.replica.take(states.values())
+        loaded, start, new = states.get(user), WarmStart.of(starts.get(user)), None
+        learned = loaded is not None and not loaded.forgotten
+        if start is None and profile is not None and not learned and self._live.settings.fusion == "auto":
+            new = await serving.fusion.start(profile)
+            start = None if new is None else WarmStart(new.values)
+        return ScoreRequest(user, candidates.inputs, loaded, start), new
 
     def _draw(
         self, command: RecommendCommand, decision_id: str, candidates: Candidates, policy: Policy, scores: ArmScores

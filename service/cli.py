@@ -137,6 +137,10 @@ def worker() -> None:
                 candidate_pool=settings.candidate_pool,
                 device=settings.device,
                 torch_threads=settings.torch_threads,
+                fusion=settings.fusion,
+                fusion_interval_s=settings.fusion_interval_s,
+                fusion_growth=settings.fusion_growth,
+                fusion_min_sources=settings.fusion_min_sources,
             ),
         )
     except StoreError as error:

@@ -13,6 +13,8 @@ from service.client_admin_types import (
     Arm,
     AuditLine,
     Forgotten,
+    Fusion,
+    FusionJob,
     Group,
     ImportMode,
     Job,
@@ -173,6 +175,19 @@ def forget(user_id: str) -> Call[Forgotten]:
 
 def _user_path(user_id: str) -> str:
     return f"/admin/users/{segment(user_id)}"
+
+
+# Warm starts
+
+
+def fusion() -> Call[Fusion]:
+    """What new users begin from, and how its training is doing."""
+    return Call("GET", "/admin/fusion", as_answer(Fusion))
+
+
+def train_fusion() -> Call[FusionJob]:
+    """Have a worker train fusion; the training that waits or is under way, if one does."""
+    return Call("POST", "/admin/fusion", as_answer(FusionJob))
 
 
 # Events

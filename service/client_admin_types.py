@@ -85,6 +85,28 @@ class Traces:
     samples: int
     log_lines: int
     pool: bool
+    fusion: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NearUser:
+    """Somebody whose profile is near, in standard deviations; None: forgotten since."""
+
+    user_id: str | None
+    distance: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a learner began from that was made from the user's profile."""
+
+    fusion_version: int
+    #: Share of the prior's variance that it explains.
+    trust: float
+    created_ms: int
+    nearest: tuple[NearUser, ...]
 
 
 @final
@@ -100,11 +122,13 @@ class User:
     samples: int
     resident: bool
     forgotten: bool
+    #: What the learner began from: `meta` or `fusion`.
     cold_start: str
     profile: tuple[float, ...] | Mapping[str, float | str | bool] | None
     events: tuple[UserEvent, ...]
     decisions: tuple[OpenDecision, ...]
     traces: Traces | None
+    warm_start: WarmStart | None = None
 
 
 @final
@@ -244,6 +268,54 @@ class Job:
     progress: Progress
     result: Mapping[str, Any] | None
     error: str | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FusionGuard:
+    """How first rewards of users held out were foretold by profiles, in nats a user; `summary` has it in words."""
+
+    verdict: str
+    blend: float
+    trust: float
+    held_out: int
+    events: int
+    prior_loss: float
+    fusion_loss: float
+    gain: float
+    gain_error: float
+    summary: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FusionJob:
+    """The latest training of fusion: `idle`, `queued`, `running`, `failed` or `done`."""
+
+    state: str
+    progress: float
+    doing: str
+    by: str | None
+    requested_ms: int | None
+    started_ms: int | None
+    finished_ms: int | None
+    reason: str | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What new users' learners are made from; `version` is None while there is no fusion model."""
+
+    available: bool
+    setting: str
+    version: int | None
+    served: int | None
+    trained_ms: int | None
+    sources: int | None
+    profile_size: int | None
+    guard: FusionGuard | None
+    job: FusionJob
 
 
 @final

@@ -100,8 +100,9 @@ class Recommendation:
     policy: str
     #: Number of the epoch whose shared parameters scored the arms.
     model_version: int
-    #: "meta" for a user without events, who is served by the meta-learner; None for everyone else.
-    cold_start: str | None
+    #: Of a user without events: "fusion" when their profile told what they begin from, "meta" when they begin from
+    #: what all users together taught; None for everyone else.
+    cold_start: Literal["meta", "fusion"] | None
     #: The decision was made by an earlier request with the same decision_id.
     replayed: bool
     #: The decision is in the store, for certain; otherwise no reward can be learned for it.
@@ -152,7 +153,7 @@ class GroupView:
     members: tuple[GroupMember, ...]
     model_version: int
     user_version: int
-    cold_start: str | None
+    cold_start: Literal["meta", "fusion"] | None
 
 
 @final
@@ -211,8 +212,30 @@ class UserTraces:
     dead_letters: int
     samples: int
     log_lines: int
-    #: Whether the candidate pool of the current epoch names them.
+    #: Whether the candidate pool of the current epoch names them, and whether fusion names them as a source.
     pool: bool
+    fusion: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NearUser:
+    """A source of fusion near a user's profile, in standard deviations; one who was forgotten has no name."""
+
+    user_id: str | None
+    distance: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WarmStartView:
+    """What a user's learner began from: which fusion model made it, and who is near."""
+
+    fusion_version: int
+    #: The share of the prior's variance that it explains.
+    trust: float
+    created_ms: int
+    nearest: tuple[NearUser, ...]
 
 
 @final
@@ -226,6 +249,8 @@ class UserDescription:
     events: tuple[Sample, ...]
     decisions: tuple[OpenDecision, ...]
     profile: Features | None
+    #: None of one who began as everyone does.
+    warm_start: WarmStartView | None
     #: Of one who was forgotten, or dropped by a restore.
     traces: UserTraces | None
 

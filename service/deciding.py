@@ -8,12 +8,13 @@ from typing import Final, final
 from uuid import uuid4
 
 from service.breaker import StoreBreaker
-from service.choosing import Chooser
+from service.choosing import Choice, Chooser
 from service.contracts import Activation, Recommendation, RecommendCommand
 from service.errands import Errands
 from service.errors import UnknownDecision
 from service.live import LiveSettings
 from service.metrics import NamespaceMetrics
+from service.profiling import ProfileDesk
 from service.records import now_ms, recommendation_of
 from store.decisions import Decision, DecisionStore
 from store.errors import FenceLost
@@ -33,14 +34,16 @@ class Decider:
         breaker: StoreBreaker,
         decisions: DecisionStore,
         chooser: Chooser,
+        profiles: ProfileDesk,
         metrics: NamespaceMetrics,
     ) -> None:
         self._live = live
         self._breaker = breaker
         self._decisions = decisions
         self._chooser = chooser
+        self._profiles = profiles
         self._metrics = metrics
-        self._profiles = ProfileMemo()
+        self._told = ProfileMemo()
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Choose arms for a user and record the decision before answering; the answer says when it could not be."""
@@ -50,14 +53,18 @@ class Decider:
             earlier = await store.run(lambda: self._decisions.get(decision_id))
             if earlier is not None:
                 return await self._replayed(command, earlier, store)
-        profile = None if command.user_features is None else encode_profile(command.user_features)
+        told, profile = b"", None
+        if command.user_features is not None:
+            profile = await self._profiles.read(command.user_features, store)
+            told = encode_profile(command.user_features)
         incarnation = 0
         for _ in range(DECISION_TRIES):
-            decision, explanations = await self._chooser.choose(command, decision_id, incarnation, store)
-            news = b"" if profile is None else self._profiles.news(command.user_id, decision.incarnation, profile)
+            choice = await self._chooser.choose(command, profile, decision_id, incarnation, store)
+            decision = choice.decision
+            news = self._told.news(command.user_id, decision.incarnation, told) if told else b""
             try:
                 with self._metrics.stage("record"):
-                    standing = await store.run(partial(self._put, decision, news))
+                    standing = await store.run(partial(self._put, choice, news))
             except FenceLost as fence:
                 # The user began anew meanwhile, and nothing was stored. What the log is about to tell is asked for
                 # now, and decided for whom they are by then: an answer that no reward can follow helps nobody.
@@ -67,13 +74,13 @@ class Decider:
             if standing is None:
                 break
             if news:
-                self._profiles.stored(command.user_id, decision.incarnation, news)
+                self._told.stored(command.user_id, decision.incarnation, news)
             if standing is not decision:
                 return await self._replayed(command, standing, store)
             answer = recommendation_of(decision, command.fingerprint, replayed=False)
-            return replace(answer, explanations=explanations)
+            return replace(answer, explanations=choice.explanations)
         answer = recommendation_of(decision, command.fingerprint, replayed=False, logged=False)
-        return replace(answer, explanations=explanations)
+        return replace(answer, explanations=choice.explanations)
 
     async def activate(self, decision_id: str) -> Activation:
         """Have a deferred decision count from now on; one that counts already goes on as it is."""
@@ -90,10 +97,11 @@ class Decider:
             raise UnknownDecision("no such decision, or its reward window is over")
         return Activation(decision.decision_id, decision.since_ms)
 
-    async def _put(self, decision: Decision, profile: bytes) -> Decision:
+    async def _put(self, choice: Choice, profile: bytes) -> Decision:
         """Record a decision; whoever raced us with the same id and was first has decided for both."""
+        decision = choice.decision
         overdue_ms = None if decision.deferred else self._live.rules.overdue_ms(decision.created_ms)
-        return await self._decisions.put(decision, overdue_ms=overdue_ms, profile=profile)
+        return await self._decisions.put(decision, overdue_ms=overdue_ms, profile=profile, start=choice.start)
 
     async def _replayed(self, command: RecommendCommand, decision: Decision, store: Errands) -> Recommendation:
         """A decision that was made before, by whomever."""

@@ -29,9 +29,11 @@ from service.contracts import (
     UserForgotten,
 )
 from service.deciding import Decider
+from service.fusing import FusionDesk
 from service.grouping import GroupDesk
 from service.live import LiveSettings, overridden
 from service.metrics import Metrics, NamespaceMetrics
+from service.profiling import ProfileDesk
 from service.reconciling import reconcile
 from service.rewarding import RewardDesk
 from service.serving import Serving, ServingRoom
@@ -49,6 +51,7 @@ from store.embedded import server_folder
 from store.epochs import EpochStore
 from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import EventStream
+from store.fusion import FusionStore
 from store.namespaces import MAX_RACES, NamespaceRecord, Namespaces
 from store.users import COUNTERS, UserStore
 
@@ -121,14 +124,18 @@ class Engine:
             confirm=self._confirmation(info),
         )
         self._audit = AuditLog(self._redis, keys, store_epoch)
-        self._room = ServingRoom(self._live, self._namespaces, self._users, self._epochs, self._compute, self._metrics)
+        fusion = FusionStore(self._redis, keys, store_epoch)
+        self._room = ServingRoom(
+            self._live, self._namespaces, self._users, self._epochs, fusion, self._compute, self._metrics
+        )
         self._desk = SnapshotDesk(self._redis, settings, self._live.record)
         catalogue_store = CatalogueStore(self._redis, keys, store_epoch, arms_max=settings.max_catalogue)
         self._catalogue = Catalogue(catalogue_store)
         self._arms = ArmDesk(settings, self._breaker, catalogue_store, self._room, self._desk.jobs)
         candidates = CandidateDesk(self._breaker, self._room, self._catalogue)
         chooser = Chooser(self._live, self._users, self._room, candidates, self._metrics)
-        self._decider = Decider(self._live, self._breaker, self._decisions, chooser, self._metrics)
+        profiles = ProfileDesk(self._live, self._namespaces, self._room)
+        self._decider = Decider(self._live, self._breaker, self._decisions, chooser, profiles, self._metrics)
         self._rewards = RewardDesk(
             self._live,
             self._breaker,
@@ -146,9 +153,11 @@ class Engine:
             self._users,
             self._decisions,
             self._epochs,
+            fusion,
             self._room,
             private_folder=server_folder(settings.data_dir) if settings.redis_url is None else None,
         )
+        self._fusion = FusionDesk(self._live, self._breaker, fusion, self._room)
         self._groups = GroupDesk(self._breaker, self._users, self._room)
         await self._room.start()
         await self._catalogue.start()
@@ -261,6 +270,11 @@ class Engine:
     def arms(self) -> ArmDesk:
         """The arms of the catalogue, once started."""
         return self._arms
+
+    @property
+    def fusion(self) -> FusionDesk:
+        """What new users begin from, once started."""
+        return self._fusion
 
     def require_store(self) -> None:
         """StoreUnavailable while the store is away; one that was emptied can be asked, since it can be restored."""

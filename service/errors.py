@@ -18,6 +18,7 @@
     ├── ArmExists            409  /problems/arm-exists            the catalogue has an arm of this id
     ├── VersionConflict      409  /problems/version-conflict      the arm has another version than was expected
     ├── CatalogueFull        409  /problems/catalogue-full        the catalogue has as many arms as it may
+    ├── FusionUnavailable    409  /problems/fusion-unavailable    no warm starts here, by the preset or by a setting
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── WrongHost            421  /problems/wrong-host            the Host header names somebody else
@@ -259,6 +260,15 @@ class CatalogueFull(ServiceError):
     status = 409
     slug = "catalogue-full"
     title = "Catalogue full"
+
+
+@final
+class FusionUnavailable(ServiceError):
+    """The learner of the namespace takes no warm starts, or they are switched off."""
+
+    status = 409
+    slug = "fusion-unavailable"
+    title = "Fusion unavailable"
 
 
 @final

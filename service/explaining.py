@@ -20,7 +20,8 @@ from models.exploration import Slate
 from models.features import FeatureLayout, Features, InputNames
 from service.contracts import Contribution, Explanation, GroupMember
 from service.errors import Overloaded
-from service.served import ArmScores, ScoreRequest, ServedModel
+from service.scoring import ArmScores, ColdStart, ScoreRequest, cold_start
+from service.served import ServedModel
 
 #: Contributions told of an arm, the largest.
 CONTRIBUTIONS_TOLD: Final = 10
@@ -54,6 +55,7 @@ class Group:
     members: tuple[GroupMember, ...]
     epoch: int
     user_events: int
+    cold_start: ColdStart | None
 
 
 @final
@@ -207,6 +209,7 @@ class Explainer:
             members=tuple(listed),
             epoch=model.epoch_number,
             user_events=sight.standing.version,
+            cold_start=cold_start(sight.standing.version, started=sight.standing.started),
         )
 
     async def _run(self, work: Callable[[], Result]) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import final
 
 from models.features import FeatureError, assemble
@@ -10,7 +11,7 @@ from service.breaker import StoreBreaker
 from service.contracts import GroupQuery, GroupView
 from service.errands import Errands
 from service.errors import InvalidInput, NotFound
-from service.served import ScoreRequest
+from service.scoring import ScoreRequest, WarmStart
 from service.serving import ServingRoom
 from store.users import UserStore
 
@@ -36,12 +37,12 @@ class GroupDesk:
             field = ("features", *error.field[3:]) if error.field[0] == "arms" else error.field
             raise InvalidInput(field, error.message) from error
         store = Errands(self._breaker, go_on=True)
-        loaded = None
+        asked = ScoreRequest(query.user_id, inputs)
         if query.user_id not in serving.replica:
-            states = await store.run(lambda: self._users.load([query.user_id])) or {}
+            states, starts = await store.run(lambda: self._users.load_with_starts([query.user_id])) or ({}, {})
             await serving.replica.take(states.values())
-            loaded = states.get(query.user_id)
-        group = await serving.explainer.group(ScoreRequest(query.user_id, inputs, loaded), query.limit)
+            asked = replace(asked, loaded=states.get(query.user_id), start=WarmStart.of(starts.get(query.user_id)))
+        group = await serving.explainer.group(asked, query.limit)
         if not (math.isfinite(group.prediction) and math.isfinite(group.threshold)):
             raise InvalidInput(("features",), "are too large for the learner to tell a prediction")
         users = await store.run(self._users.count)
@@ -55,5 +56,5 @@ class GroupDesk:
             members=group.members,
             model_version=group.epoch,
             user_version=group.user_events,
-            cold_start=None if group.user_events else "meta",
+            cold_start=group.cold_start,
         )

@@ -20,7 +20,7 @@ from store.reward_rules import RewardRules
 #: What may be changed while a namespace is served.
 LIVE: Final = (
     "alpha", "nu", "gamma", "policy", "epsilon", "squarecb_gamma", "serving", "baseline",
-    "reward_min", "reward_max", "repeated_rewards", "default_reward", "reward_wait_s",
+    "reward_min", "reward_max", "repeated_rewards", "default_reward", "reward_wait_s", "fusion",
 )  # fmt: skip
 #: Settings of the learner, which differ from preset to preset.
 OF_PRESET: Final = ("learner", *LEARNER_SETTINGS)

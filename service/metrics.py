@@ -22,8 +22,11 @@ STAGE_EDGES_S: Final = (0.00005, 0.0001, 0.0002, *LATENCY_EDGES_S)
 #: Edges of the time from an accepted reward to a served model that has learned it, in seconds.
 FRESHNESS_EDGES_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 BATCH_EDGES: Final = (1, 2, 4, 8, 16, 32, 64)
-#: What POST /recommend does, in this order: read and check, load the user, score the arms, record the decision.
-STAGES: Final = ("intake", "load", "score", "record")
+#: What POST /recommend does, in this order: read and check, load the user, make a warm start of a new user's profile,
+#: score the arms, record the decision.
+STAGES: Final = ("intake", "load", "fusion", "score", "record")
+#: What users begin from of whom nothing is learned.
+COLD_STARTS: Final = ("meta", "fusion")
 OUTCOMES: Final = ("accepted", "duplicate", "rejected")
 #: Why requests and connections are turned away. The first three are statuses of answers.
 REFUSED_STATUSES: Final = {401: "unauthorized", 408: "body-timeout", 413: "body-too-large"}
@@ -87,6 +90,16 @@ class Metrics:
             "policy",
             "cold_start",
         )
+        self.cold_starts = counter(
+            "metaban_cold_starts",
+            "Recommendations for users without rewards, by what they began from: meta or fusion.",
+            "namespace",
+            "kind",
+        )
+        self.fusion_version = gauge(
+            "metaban_fusion_version", "Version of the fusion model that starts new users; 0: none.", "namespace"
+        )
+        self.fusion_sources = gauge("metaban_fusion_sources", "Users that it was made from.", "namespace")
         self.replayed_decisions = counter(
             "metaban_replayed_decisions", "Recommendations answered from an earlier decision.", "namespace"
         )
@@ -150,7 +163,7 @@ class Metrics:
             self.stage_seconds, self.batch_requests, self.decisions, self.replayed_decisions, self.unlogged_decisions,
             self.rewards, self.reward, self.backlog, self.backlog_fill, self.oldest_event_age, self.dead_letters,
             self.store_up, self.served_epoch, self.served_epoch_made, self.users_resident, self.events,
-            self.freshness_seconds,
+            self.freshness_seconds, self.cold_starts, self.fusion_version, self.fusion_sources,
         ):  # fmt: skip
             metric.remove_by_labels({"namespace": namespace})
 
@@ -170,6 +183,7 @@ class NamespaceMetrics:
         self._events = metrics.events
         self._stages = {stage: metrics.stage_seconds.labels(namespace, stage) for stage in STAGES}
         self._rewards = {outcome: metrics.rewards.labels(namespace, outcome) for outcome in OUTCOMES}
+        self._cold_starts = {kind: metrics.cold_starts.labels(namespace, kind) for kind in COLD_STARTS}
         self._replayed = metrics.replayed_decisions.labels(namespace)
         self._unlogged = metrics.unlogged_decisions.labels(namespace)
         self.batch_requests = metrics.batch_requests.labels(namespace)
@@ -183,6 +197,8 @@ class NamespaceMetrics:
         self.served_epoch_made = metrics.served_epoch_made.labels(namespace)
         self.users_resident = metrics.users_resident.labels(namespace)
         self.freshness_seconds = metrics.freshness_seconds.labels(namespace)
+        self.fusion_version = metrics.fusion_version.labels(namespace)
+        self.fusion_sources = metrics.fusion_sources.labels(namespace)
 
     def stage(self, name: str) -> Stage:
         """Time what runs inside as one of STAGES."""
@@ -194,6 +210,8 @@ class NamespaceMetrics:
             self._replayed.inc()
         else:
             self._decisions.labels(self.namespace, policy, cold_start or "none").inc()
+            if cold_start is not None:
+                self._cold_starts[cold_start].inc()
         if not logged:
             self._unlogged.inc()
 

@@ -54,7 +54,7 @@ def recommendation_of(decision: Decision, fingerprint: str, *, replayed: bool, l
         items=decision.items,
         policy=decision.policy,
         model_version=decision.epoch,
-        cold_start=decision.cold_start,
+        cold_start=None if decision.cold_start is None else "fusion" if decision.cold_start == "fusion" else "meta",
         user_version=decision.user_version,
         replayed=replayed,
         logged=logged,

@@ -20,7 +20,9 @@ import structlog
 
 from service.applied import AppliedEvents
 from service.metrics import NamespaceMetrics
-from service.served import BRIEFS_A_TURN, NOTHING_DOUBTED, ServedModel, Standing
+from service.scoring import Standing
+from service.served import BRIEFS_A_TURN, NOTHING_DOUBTED, ServedModel
+from service.warm_starts import ServedFusion
 from store.connection import BEFORE_ALL
 from store.epochs import Epoch, EpochStore
 from store.errors import StoreError, StoreUnavailable
@@ -46,6 +48,7 @@ class Replica:
         self,
         users: UserStore,
         epochs: EpochStore,
+        fusion: ServedFusion,
         model: ServedModel,
         compute: Executor,
         metrics: NamespaceMetrics,
@@ -54,6 +57,7 @@ class Replica:
     ) -> None:
         self._users = users
         self._epochs = epochs
+        self._fusion = fusion
         self._model = model
         self._compute = compute
         self._metrics = metrics
@@ -83,6 +87,7 @@ class Replica:
         epoch_cursor = await self._epochs.log_head()
         cursors = {partition: await self._users.log_head(partition) for partition in range(self._partitions)}
         await self._adopt_current()
+        await self._fusion.follow()
         for partition in range(self._partitions):
             await self._resync(partition)
         self._cursors = cursors
@@ -169,11 +174,13 @@ class Replica:
                 if (outages := self._outages) != compared or "epochs" in self._failing:
                     cursor = await self._epochs.log_head()
                     await self._adopt_current()
+                    await self._fusion.follow()
                     compared = outages
                 self._recovered("epochs")
                 published = await self._epochs.tail(cursor, TAIL_BLOCK_MS)
                 if published:
                     await self._adopt_current()
+                    await self._fusion.follow()
                     cursor = published[-1][0]
             except Exception as error:
                 await self._pause("epochs", error)

@@ -167,7 +167,9 @@ class RecommendRequest(RequestModel):
     )
     user_features: FeaturesIn | None = Field(
         default=None,
-        description="What is known about the user; kept, as told last, until the user is forgotten.",
+        description="What is known about the user; kept, as told last, until the user is forgotten, and what a new "
+        "user's learner is made from where that helps. All of a namespace look as the first did: a list of as many "
+        "numbers, at most 256, or an object of named values, which are hashed.",
     )
     decision_id: DecisionId | None = Field(
         default=None,
@@ -242,8 +244,9 @@ class RecommendResponse(BaseModel):
     policy: str = Field(description="How the arms were chosen from their scores.")
     model_version: int = Field(description="The epoch of the shared parameters; grows as the service learns.")
     user_version: int = Field(description="Rewards of this user that the model had learned which decided.")
-    cold_start: str | None = Field(
-        description="`meta` when the user has no rewards yet and the meta-learner answered; null otherwise."
+    cold_start: Literal["meta", "fusion"] | None = Field(
+        description="What a user without rewards was judged by: `meta`, what all users together taught; `fusion`, a "
+        "learner made from their profile and what users with profiles have learned. null otherwise."
     )
     logged: bool = Field(
         description="Whether the decision is recorded. False while the store is away: no reward can be learned for it."

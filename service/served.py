@@ -21,7 +21,10 @@ from models.arrays import Array, as_arrays, library_of, numpy_kind
 from models.bank import UserBank
 from models.learner import Arrays, Learner, Query, State
 from models.slates import Slates
+from service.scoring import ArmScores, ScoreRequest, Standing, WarmStart
 from store.users import UserState
+
+__all__ = ["ArmScores", "ScoreRequest", "ServedModel", "Sight", "Standing"]
 
 #: Users whose briefs are kept between requests; the oldest go first.
 BRIEFS_MAX = 4_096
@@ -29,51 +32,6 @@ BRIEFS_MAX = 4_096
 BRIEFS_A_TURN = 64
 #: Users remembered to have begun anew; a load that is still under way then takes a moment, not thousands of them.
 BEGAN_MAX = 65_536
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
-    """The arms of one request as the learner sees them, inputs float32 [k, d].
-
-    `loaded` is the asking user's state if it was loaded for this request: it may not be held any more, or not yet.
-    """
-
-    user_id: str
-    inputs: NDArray[np.float32]
-    loaded: UserState | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ArmScores:
-    """One request's arms judged, what the learner noted of each [k, q], and whom of the asking user it was for."""
-
-    mean: NDArray[np.float64]
-    bonus: NDArray[np.float64]
-    group_size: NDArray[np.int64]
-    phi: NDArray[np.float32]
-    user_events: int
-    epoch: int
-    incarnation: int = 0
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Which state of a user is held; later ones compare greater."""
-
-    incarnation: int
-    version: int
-    epoch: int
-
-    @staticmethod
-    def of(state: UserState) -> Standing:
-        return Standing(state.incarnation, state.version, state.epoch)
-
-    def precedes(self, other: Standing) -> bool:
-        """Whether `other` is at least as new."""
-        return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
 
 
 @final
@@ -240,7 +198,9 @@ class ServedModel:
         for size, standing in zip(query.slates.sizes, standings, strict=True):
             part, end = slice(end, end + size), end + size
             judged = mean[part], bonus[part], group_size[part], phi[part]
-            found.append(ArmScores(*judged, standing.version, self.epoch_number, standing.incarnation))
+            found.append(
+                ArmScores(*judged, standing.version, self.epoch_number, standing.incarnation, standing.started)
+            )
         return found
 
     def look(self, request: ScoreRequest) -> Sight:
@@ -288,9 +248,14 @@ class ServedModel:
             known = loaded is not None and loaded.incarnation >= began and loaded.epoch <= self.epoch_number
             if loaded is not None and known and self._fits(loaded):
                 return self._briefs_of([self._on_device(loaded)])[0], Standing.of(loaded)
+            incarnation = max(began, loaded.incarnation if loaded else 0)
+            if request.start is not None and request.start.incarnation in (None, incarnation):
+                begun = self._begun(request.start)
+                if begun is not None:
+                    return begun, Standing(incarnation, 0, self.epoch_number, started=True)
             if self._stranger is None:
                 self._stranger = self._briefs_of([self._newborn])[0]
-            return self._stranger, Standing(max(began, loaded.incarnation if loaded else 0), 0, self.epoch_number)
+            return self._stranger, Standing(incarnation, 0, self.epoch_number)
         if user in self._guests:
             self._guests.move_to_end(user)
         if user not in self._briefs or user in self._stale:
@@ -302,14 +267,24 @@ class ServedModel:
             self._stale.pop(dropped, None)
         return self._briefs[user], standing
 
+    def _begun(self, start: WarmStart) -> Arrays | None:
+        """The brief of a user who begins from a warm start; None when it is of another learner, or no good."""
+        if start.values.shape != (self.learner.start_size,):
+            return None
+        with torch.inference_mode():
+            state = self.learner.started(self._shared, torch.from_numpy(start.values[None]).to(self._device))
+        if not all(tensor.isfinite().all() for tensor in state.values()):
+            return None
+        return self._briefed(state)
+
     def _briefs_of(self, states: Sequence[State]) -> list[Arrays]:
         """What judging needs of users with these states, each [1, …]."""
-        stacked: Arrays = {name: torch.stack([state[name] for state in states]) for name in self.learner.fields}
-        if self._in_numpy:
-            stacked = as_arrays(stacked)
-        with self.computing():
-            made = self.learner.brief(self._outline, stacked)
+        made = self._briefed({name: torch.stack([state[name] for state in states]) for name in self.learner.fields})
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
+
+    def _briefed(self, states: Arrays) -> Arrays:
+        with self.computing():
+            return self.learner.brief(self._outline, as_arrays(states) if self._in_numpy else states)
 
     def _pool_view(self) -> Arrays:
         view = self._pool.view()

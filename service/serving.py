@@ -22,7 +22,9 @@ from service.replica import Replica
 from service.scorer import Scorer
 from service.served import ServedModel
 from service.settings import SettingsError
+from service.warm_starts import ServedFusion
 from store.epochs import EpochStore
+from store.fusion import FusionStore
 from store.namespaces import NamespaceRecord, Namespaces
 from store.users import UserStore
 
@@ -39,6 +41,7 @@ class Serving:
     replica: Replica
     scorer: Scorer
     explainer: Explainer
+    fusion: ServedFusion
 
 
 @final
@@ -51,6 +54,7 @@ class ServingRoom:
         namespaces: Namespaces,
         users: UserStore,
         epochs: EpochStore,
+        fusion: FusionStore,
         compute: Executor,
         metrics: NamespaceMetrics,
     ) -> None:
@@ -58,6 +62,7 @@ class ServingRoom:
         self._namespaces = namespaces
         self._users = users
         self._epochs = epochs
+        self._fusion = fusion
         self._compute = compute
         self._metrics = metrics
         self._opening = asyncio.Lock()
@@ -149,7 +154,16 @@ class ServingRoom:
             pool_max=settings.candidate_pool,
             guests_max=settings.active_users_max,
         )
-        replica = Replica(self._users, self._epochs, model, self._compute, self._metrics, partitions=record.partitions)
+        fusion = ServedFusion(self._fusion, learner, self._compute, self._metrics)
+        replica = Replica(
+            self._users,
+            self._epochs,
+            fusion,
+            model,
+            self._compute,
+            self._metrics,
+            partitions=record.partitions,
+        )
         await replica.start()
         explainer = Explainer(model, layout, self._compute)
-        return Serving(layout, model, replica, Scorer(model, self._compute, self._metrics), explainer)
+        return Serving(layout, model, replica, Scorer(model, self._compute, self._metrics), explainer, fusion)

@@ -5,8 +5,6 @@ Settings of the learner are None unless set: the preset (`METABAN_PRESET`) has t
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
@@ -15,19 +13,14 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as BadSource
 
 from models.settings import LearnerSettings, named_settings
+from service.setting_checks import digests_only, hosts_only, known_scheme, origins_only, split_words
 from service.tracing import can_trace
 from store.reward_rules import RewardRules
 
-STORE_SCHEMES = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
 #: Settings of the learner that have variables of their own.
 LEARNER_SETTINGS = (
     "alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1", "standardize",
 )  # fmt: skip
-#: A SHA-256 digest as `metaban key` prints it, perhaps behind the one namespace that its key is good for.
-DIGEST_PATTERN = re.compile(r"(?:[a-z0-9][a-z0-9_-]{0,39}:)?[0-9a-f]{64}")
-#: A name, an IPv4 address, or an IPv6 address in brackets, as in a Host header without its port.
-HOST_PATTERN = re.compile(r"[a-z0-9]([a-z0-9._-]{0,252}[a-z0-9])?|\[[0-9a-f:.]+\]")
-ORIGIN_PATTERN = re.compile(r"https?://[a-z0-9][a-z0-9.-]*(:\d{1,5})?|https?://\[[0-9a-f:.]+\](:\d{1,5})?")
 
 
 class SettingsError(ValueError):
@@ -127,6 +120,31 @@ class Settings(BaseSettings):
         max_length=10_000,
         description="Arm ids in the order of the baseline, as a JSON list; arms that it does not name come after "
         "them, in the order of the request.",
+    )
+
+    # Warm starts
+    fusion: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: new users with a profile begin from what is fused of others, where that helps; off: all "
+        "begin from the meta-learner's prior.",
+    )
+    fusion_interval_s: float = Field(
+        default=3_600.0,
+        gt=0,
+        le=31_536_000,
+        description="Seconds after which fusion is trained again, if anything was learned meanwhile.",
+    )
+    fusion_growth: float = Field(
+        default=0.25,
+        gt=0,
+        le=100,
+        description="Share by which the users with a profile must have grown for fusion to be trained before that.",
+    )
+    fusion_min_sources: int = Field(
+        default=50,
+        ge=32,
+        le=1_000,
+        description="Users with a profile and rewards from which on fusion is trained.",
     )
 
     # The machine
@@ -244,52 +262,11 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least severe shown.")
 
-    @field_validator("redis_url")
-    @classmethod
-    def _known_scheme(cls, url: str | None) -> str | None:
-        # The value is not repeated in the message: it may hold a password.
-        if url is not None and not url.startswith(STORE_SCHEMES):
-            raise ValueError(f"must start with {', '.join(STORE_SCHEMES[:-1])} or {STORE_SCHEMES[-1]}")
-        return url
-
-    @field_validator("client_keys", "admin_keys", "allowed_hosts", "cors_origins", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        # A JSON list, or the address of a host in brackets.
-        if value.lstrip().startswith('["') or value.strip() == "[]":
-            try:
-                return json.loads(value)
-            except ValueError:
-                raise ValueError("looks like a JSON list and is not one; separate values by commas") from None
-        return [part for part in re.split(r"[,\s]+", value) if part]
-
-    @field_validator("client_keys", "admin_keys")
-    @classmethod
-    def _digests_only(cls, digests: frozenset[str]) -> frozenset[str]:
-        lowered = frozenset(digest.lower() for digest in digests)
-        if any(not DIGEST_PATTERN.fullmatch(digest) for digest in lowered):
-            raise ValueError(
-                "must hold SHA-256 digests of 64 hex digits, not the keys, each alone or as namespace:digest; "
-                "`metaban key` prints both"
-            )
-        return lowered
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _hosts_only(cls, hosts: frozenset[str]) -> frozenset[str]:
-        lowered = frozenset(host.lower() for host in hosts)
-        if any(not HOST_PATTERN.fullmatch(host) for host in lowered):
-            raise ValueError("must hold names or addresses without a scheme and a port, such as api.example.com")
-        return lowered
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _origins_only(cls, origins: frozenset[str]) -> frozenset[str]:
-        if any(origin != "*" and not ORIGIN_PATTERN.fullmatch(origin) for origin in origins):
-            raise ValueError("must hold origins as browsers send them, such as https://shop.example.com, or *")
-        return origins
+    _known_scheme = field_validator("redis_url")(known_scheme)
+    _split = field_validator("client_keys", "admin_keys", "allowed_hosts", "cors_origins", mode="before")(split_words)
+    _digests_only = field_validator("client_keys", "admin_keys")(digests_only)
+    _hosts_only = field_validator("allowed_hosts")(hosts_only)
+    _origins_only = field_validator("cors_origins")(origins_only)
 
     @field_validator("log_level", "log_format", mode="before")
     @classmethod

@@ -12,12 +12,13 @@ from typing import Final, Literal, final
 import structlog
 
 from service.breaker import StoreBreaker
-from service.contracts import Removed, UserDescription, UserForgotten, UserTraces
+from service.contracts import NearUser, Removed, UserDescription, UserForgotten, UserTraces, WarmStartView
 from service.serving import ServingRoom
 from store.connection import Store
 from store.decisions import DecisionStore
 from store.epochs import EpochStore
 from store.errors import CorruptRecord, StoreUnavailable
+from store.fusion import FusionStore
 from store.history import History
 from store.keys import NamespaceKeys
 from store.profiles import ProfileStore
@@ -48,6 +49,7 @@ class UserDesk:
         users: UserStore,
         decisions: DecisionStore,
         epochs: EpochStore,
+        fusion: FusionStore,
         room: ServingRoom,
         *,
         private_folder: Path | None,
@@ -57,6 +59,7 @@ class UserDesk:
         self._users = users
         self._decisions = decisions
         self._epochs = epochs
+        self._fusion = fusion
         self._room = room
         self._profiles = ProfileStore(redis, keys)
         self._traces = Traces(redis, keys)
@@ -80,7 +83,8 @@ class UserDesk:
         profile = None
         with suppress(CorruptRecord):
             profile = await self._profiles.get(user_id)
-        if stored is None and not open_decisions and profile is None:
+        warm_start = await self._warm_start(user_id)
+        if stored is None and not open_decisions and profile is None and warm_start is None:
             return None
         # Somebody who has only asked so far.
         summary = stored or UserSummary(incarnation=0, version=0, epoch=None, samples=0, forgotten=False)
@@ -91,7 +95,21 @@ class UserDesk:
             events=tuple(await self._users.latest_samples(user_id, events)),
             decisions=tuple(open_decisions),
             profile=profile,
+            warm_start=warm_start,
             traces=await self._traces_of(user_id, summary) if summary.forgotten else None,
+        )
+
+    async def _warm_start(self, user_id: str) -> WarmStartView | None:
+        _, starts = await self._users.load_with_starts([user_id])
+        start = starts.get(user_id)
+        if start is None:
+            return None
+        names = await self._fusion.names(token for token, _ in start.nearest)
+        return WarmStartView(
+            fusion_version=start.version,
+            trust=float(start.values[-1]),
+            created_ms=start.created_ms,
+            nearest=tuple(NearUser(names.get(token), distance) for token, distance in start.nearest),
         )
 
     async def _traces_of(self, user_id: str, tombstone: UserSummary) -> UserTraces:
@@ -103,6 +121,7 @@ class UserDesk:
             samples=tombstone.samples,
             log_lines=await self._traces.lines(user_id, since),
             pool=user_id in await self._epochs.members(),
+            fusion=user_id in (await self._fusion.everyone()).values(),
         )
 
     async def forget(self, user_id: str) -> UserForgotten:
@@ -122,6 +141,7 @@ class UserDesk:
             ),
         )
         await self._breaker.call(lambda: self._epochs.strike([user_id]))
+        await self._breaker.call(lambda: self._fusion.strike([user_id]))
         waiting = await self._breaker.call(lambda: self._traces.events(user_id, since))
         history: Literal["rewritten", "pending", "not ours"] = "not ours"
         if await self._breaker.call(self._history.is_ours):

@@ -47,16 +47,20 @@ class DecisionIndex:
         self._store_epoch = store_epoch
         self._retract = load_script(redis, "retract")
 
-    def note(self, user_id: str, incarnation: int, decision_id: str, *, ttl_ms: int, profile: bytes) -> ScriptCall:
-        """What the script takes that notes a decision, and the profile that came with it if that is not empty."""
+    def note(
+        self, user_id: str, incarnation: int, decision_id: str, *, ttl_ms: int, profile: bytes, start: bytes = b""
+    ) -> ScriptCall:
+        """What the script takes that notes a decision, and what came with it: a profile, and the start that was made
+        of it, if they are not empty."""
         partition = self._keys.partition_of(user_id)
         keys = [
             self._keys.versions(partition),
             self._keys.decided(user_id),
             self._keys.profile(user_id),
             self._keys.marker(partition),
+            self._keys.start(user_id),
         ]
-        return keys, [user_id, incarnation, decision_id, ttl_ms, profile, self._store_epoch]
+        return keys, [user_id, incarnation, decision_id, ttl_ms, profile, self._store_epoch, start]
 
     async def unnote(self, user_id: str, decision_id: str) -> None:
         """Take back a note of what is not this user's decision."""

@@ -22,6 +22,7 @@ from store.decision_index import DecisionIndex, OpenDecision
 from store.errors import CorruptRecord, FenceLost, StoreError, StoreReset, StoreUnavailable
 from store.keys import NamespaceKeys
 from store.scripts import load_script
+from store.starts import Start
 
 #: The policy of decisions that no learner made, and none learns from.
 BASELINE: Final = "baseline"
@@ -161,21 +162,30 @@ class DecisionStore:
         self._activate = load_script(redis, "activate")
         self._note = load_script(redis, "note")
 
-    async def put(self, decision: Decision, *, overdue_ms: int | None = None, profile: bytes = b"") -> Decision:
+    async def put(
+        self, decision: Decision, *, overdue_ms: int | None = None, profile: bytes = b"", start: Start | None = None
+    ) -> Decision:
         """Store a decision unless its id is taken; the decision that holds, of whoever came first.
 
         With `overdue_ms` its arms wait for rewards until then, see `store.awaiting`. With it goes the profile of the
-        user, if that has to be written. FenceLost, with nothing stored and the incarnation that the user is in, when
+        user, if that has to be written, and the start that it was decided by, which counts unless they have one or
+        something was learned of them. FenceLost, with nothing stored and the incarnation that the user is in, when
         they began anew since it was decided: it is of no use to them, and would outlive them if they were forgotten.
         StoreReset, with nothing stored either, when the namespace is gone.
         """
         user_id, decision_id, record = decision.user_id, decision.decision_id, decision.encode()
-        ttl_ms = self._kept_ms(decision, overdue_ms)
+        if start is not None and start.incarnation != decision.incarnation:
+            raise ValueError("a start is of the incarnation that was decided for")
+        noted = self._index.note(
+            user_id,
+            decision.incarnation,
+            decision_id,
+            ttl_ms=self._kept_ms(decision, overdue_ms),
+            profile=profile,
+            start=b"" if start is None else start.encode(),
+        )
         try:
-            stored, current = await self._note.call_after(
-                self._storing(decision, record, overdue_ms),
-                *self._index.note(user_id, decision.incarnation, decision_id, ttl_ms=ttl_ms, profile=profile),
-            )
+            stored, current = await self._note.call_after(self._storing(decision, record, overdue_ms), *noted)
         except StoreUnavailable:
             # Stored where the note could not be, which another server takes: nobody would find it.
             with suppress(StoreError):

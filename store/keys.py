@@ -29,6 +29,12 @@ last and may hold anything, braces too: only the first tag of a key counts.
     arm_versions           hash    arm id → version:updated ms, of tombstones too              with the tombstone
     arm_changes            zset    arm id → revision of its latest change, of tombstones too   with the tombstone
     arm_removals           zset    tombstones: id of a removed arm → revision                  the oldest go
+    fusion                 hash    version, stamp, blob, sources, report, created_ms, events: the
+                                   current FusionRecord; sources are struck out when forgotten,
+                                   count: how many there were, struck: how many are gone       none
+    fusion_sources         hash    token of a source → user id, struck out when forgotten      none
+    fusion_job             hash    what became of the latest training: one FusionJob           none
+    fusion_lease           string  token of the one who trains fusion                          PX of the lease
 
     key of a partition     type    meaning                                                     expiry
     marker                 string  the store epoch; missing after FLUSHALL                     none
@@ -42,6 +48,7 @@ last and may hold anything, braces too: only the first tag of a key counts.
                                    incarnation that began when the user was last forgotten     none
     samples:<user id>      list    latest Samples, oldest first                                trimmed
     profile:<user id>      string  what requests told of the user, as JSON                     none
+    start:<user id>        hash    incarnation, start: the Start that the user's learner has    none
     decided:<user id>      zset    decision id → when that decision expires, in ms             with the last of them
     seen:<digest>          string  entry id the event got: dedupe; the digest is of user and
                                    event id, so that it names neither                          dedupe window
@@ -153,6 +160,22 @@ class NamespaceKeys:
     def arm_removals(self) -> str:
         return self._meta("arm_removals")
 
+    @property
+    def fusion(self) -> str:
+        return self._meta("fusion")
+
+    @property
+    def fusion_sources(self) -> str:
+        return self._meta("fusion_sources")
+
+    @property
+    def fusion_job(self) -> str:
+        return self._meta("fusion_job")
+
+    @property
+    def fusion_lease(self) -> str:
+        return self._meta("fusion_lease")
+
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")
 
@@ -200,6 +223,9 @@ class NamespaceKeys:
     def profile(self, user_id: str) -> str:
         return self._in(self.partition_of(user_id), f"profile:{user_id}")
 
+    def start(self, user_id: str) -> str:
+        return self._in(self.partition_of(user_id), f"start:{user_id}")
+
     def decided(self, user_id: str) -> str:
         return self._in(self.partition_of(user_id), f"decided:{user_id}")
 
@@ -217,7 +243,7 @@ class NamespaceKeys:
         return [
             self.epoch, self.epoch_log, self.lease, self.workers, self.refits, self.restoring, self.restores,
             self.audit, self.catalogue, self.catalogue_log, self.arms, self.arm_order, self.arm_versions,
-            self.arm_changes, self.arm_removals,
+            self.arm_changes, self.arm_removals, self.fusion, self.fusion_sources, self.fusion_job, self.fusion_lease,
         ]  # fmt: skip
 
     def guard_of(self, key: str) -> str:

@@ -23,7 +23,7 @@ MAX_RACES = 16
 @final
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """What is fixed or agreed for a namespace; `learner`, `layout` and `overrides` mean nothing to the store.
+    """What is fixed or agreed for a namespace; learner, layouts and overrides mean nothing to the store.
 
     A deleted one leaves its record behind: whoever still serves it can tell that from a store that lost everything.
     """
@@ -40,6 +40,8 @@ class NamespaceRecord:
     overrides: dict[str, Json] = field(default_factory=dict)
     #: RewardRules as JSON; None: those by default.
     rewards: dict[str, Json] | None = None
+    #: How what requests tell of users is laid out; None until one tells something.
+    profile_layout: dict[str, Json] | None = None
 
     @property
     def reward_rules(self) -> RewardRules:
@@ -54,6 +56,8 @@ class NamespaceRecord:
         fields = asdict(self)
         if self.rewards is None:
             del fields["rewards"]  # as records were before there were rules
+        if self.profile_layout is None:
+            del fields["profile_layout"]
         return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
 
     @staticmethod
@@ -74,10 +78,11 @@ class NamespaceRecord:
                 isinstance(record.layout, dict | None)
                 and isinstance(record.overrides, dict)
                 and isinstance(record.rewards, dict | None)
+                and isinstance(record.profile_layout, dict | None)
             )
             if wrong or not optional or record.state not in ("creating", "ready", "deleted"):
                 raise CorruptRecord(
-                    f"a namespace record has wrong fields: {wrong or ['layout, overrides, rewards or state']}"
+                    f"a namespace record has wrong fields: {wrong or ['layouts, overrides, rewards or state']}"
                 )
             NamespaceKeys(record.name, record.partitions)
             RewardRules.from_json(record.rewards)
@@ -185,6 +190,18 @@ class Namespaces:
             record = current
         raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
 
+    async def set_profile_layout(self, record: NamespaceRecord, layout: dict[str, Json]) -> NamespaceRecord:
+        """Agree on the layout of profiles; the record that holds now. Whoever is first fixes it for good."""
+        for _ in range(MAX_RACES):
+            if record.profile_layout is not None:
+                return record
+            wanted = replace(record, profile_layout=layout, revision=record.revision + 1)
+            current = await self._compare_and_set(record, wanted)
+            if current is None:
+                return wanted
+            record = current
+        raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
+
     async def replace_learner(self, record: NamespaceRecord, learner: dict[str, Json]) -> NamespaceRecord:
         """Change the learner's settings; NamespaceConflict when the record is not the stored one any more."""
         wanted = replace(record, learner=learner, revision=record.revision + 1)
@@ -216,7 +233,7 @@ class Namespaces:
     async def mark_deleted(self, record: NamespaceRecord) -> NamespaceRecord:
         """Have nobody begin to use a namespace any more; what it has is still there, for `delete`."""
         while record.state != "deleted":
-            gone = await self.change(record, state="deleted", layout=None, overrides={})
+            gone = await self.change(record, state="deleted", layout=None, overrides={}, profile_layout=None)
             record = gone or await self.load(record.name) or replace(record, state="deleted")
         return record
 

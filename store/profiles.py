@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Final, final
 
-from store.connection import Store, as_text, command
+from store.connection import Store, as_bytes, as_text, command, pipeline
 from store.errors import CorruptRecord
 from store.keys import NamespaceKeys
 
@@ -25,6 +25,17 @@ def encode_profile(features: Sequence[float] | Mapping[str, Any]) -> bytes:
     return json.dumps(features, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def decode_profile(stored: bytes) -> list[Any] | dict[str, Any]:
+    """A profile that was stored."""
+    try:
+        profile = json.loads(as_text(stored))
+    except (ValueError, RecursionError) as error:
+        raise CorruptRecord("a profile is not JSON") from error
+    if not isinstance(profile, list | dict):
+        raise CorruptRecord("a profile is neither a list nor an object")
+    return profile
+
+
 @final
 class ProfileStore:
     """The profiles of one namespace. They are written with decisions, by `DecisionStore.put`."""
@@ -36,15 +47,12 @@ class ProfileStore:
     async def get(self, user_id: str) -> list[Any] | dict[str, Any] | None:
         """What was told of a user."""
         stored = await command(self._redis, "GET", self._keys.profile(user_id))
-        if stored is None:
-            return None
-        try:
-            profile = json.loads(as_text(stored))
-        except (ValueError, RecursionError) as error:
-            raise CorruptRecord("a profile is not JSON") from error
-        if not isinstance(profile, list | dict):
-            raise CorruptRecord("a profile is neither a list nor an object")
-        return profile
+        return None if stored is None else decode_profile(stored)
+
+    async def load(self, user_ids: Sequence[str]) -> dict[str, bytes]:
+        """What was told of these users, as it is stored; of whom nothing was told is absent."""
+        replies = await pipeline(self._redis, [("GET", self._keys.profile(user)) for user in user_ids])
+        return {user: as_bytes(reply) for user, reply in zip(user_ids, replies, strict=True) if reply is not None}
 
 
 @final

@@ -80,8 +80,9 @@ class RestoreStore:
         for record in records:
             if self._keys.partition_of(record.user_id) != partition:
                 raise ValueError(f"a user is not in partition {partition}")
-            keys += [self._keys.user(record.user_id), self._keys.samples(record.user_id)]
-            arguments += [record.user_id, record.incarnation, record.version, record.epoch, record.state]
+            user_id = record.user_id
+            keys += [self._keys.user(user_id), self._keys.samples(user_id), self._keys.start(user_id)]
+            arguments += [user_id, record.incarnation, record.version, record.epoch, record.state, record.start]
             arguments += [len(record.samples), *record.samples]
         status, *done = await self._restore.call(keys, arguments)
         if status == b"corrupt":

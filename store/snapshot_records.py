@@ -6,6 +6,8 @@
     sample_counts  int64 [n]     how many samples each user has
     samples        uint8         all sample blobs end to end
     sample_ends    int64 [m]     where each of them ends
+    starts         uint8         the starts of learners end to end; left out, with their ends, where nobody has one
+    start_ends     int64 [n]     where each of them ends
 
 User ids are a list in the metadata. Of several records of one user the last one counts.
 """
@@ -21,6 +23,7 @@ import numpy as np
 
 from store.codec import check_samples, decode_tensors, encode_tensors
 from store.errors import CorruptRecord, SnapshotError
+from store.starts import Start
 
 USERS_ENTRY: Final = "users"
 
@@ -36,11 +39,12 @@ class UserRecord:
     epoch: int
     state: bytes
     samples: tuple[bytes, ...] = ()
+    start: bytes = b""
 
     @property
     def size(self) -> int:
         """Bytes of its blobs."""
-        return len(self.state) + sum(map(len, self.samples))
+        return len(self.state) + len(self.start) + sum(map(len, self.samples))
 
 
 class RecordRules(Protocol):
@@ -89,6 +93,8 @@ def check_record(record: UserRecord, rules: RecordRules) -> None:
         rules.check_state(tensors)
         for inputs, notes in check_samples(record.samples):
             rules.check_sample_size(inputs, notes)
+        if record.start:
+            Start.decode(record.incarnation, record.start)
     except (ValueError, CorruptRecord) as error:
         raise CorruptRecord(f"the record of a user: {error}") from error
 
@@ -101,10 +107,13 @@ def encode_chunk(records: Sequence[UserRecord]) -> bytes:
         "standings": np.array(standings, dtype=np.int64).reshape(-1, 3),
         "sample_counts": np.array([len(record.samples) for record in records], dtype=np.int64),
     }
-    for name, ends, blobs in (
+    parts = [
         ("states", "state_ends", [record.state for record in records]),
         ("samples", "sample_ends", samples),
-    ):
+    ]
+    if any(record.start for record in records):
+        parts.append(("starts", "start_ends", [record.start for record in records]))
+    for name, ends, blobs in parts:
         tensors[name] = np.frombuffer(b"".join(blobs), dtype=np.uint8)
         tensors[ends] = np.cumsum([len(blob) for blob in blobs], dtype=np.int64)
     return encode_tensors(tensors, {USERS_ENTRY: json.dumps([record.user_id for record in records])})
@@ -125,12 +134,18 @@ def decode_chunk(blob: bytes) -> list[UserRecord]:
         counts = _integers(counts, (len(users),))
         if standings.min(initial=0) < 0:
             raise CorruptRecord("a user of a chunk stands at a negative number")
-        if len(states) != len(users) or counts.min(initial=0) < 0 or counts.sum() != len(tensors["sample_ends"]):
+        # Files from before there were starts have none.
+        starts = _split(tensors["starts"], tensors["start_ends"]) if "starts" in tensors else [b""] * len(users)
+        if (
+            {len(states), len(starts)} != {len(users)}
+            or counts.min(initial=0) < 0
+            or counts.sum() != len(tensors["sample_ends"])
+        ):
             raise CorruptRecord("a chunk does not hold as much as it says")
         return [
-            UserRecord(user, incarnation, version, epoch, state, tuple(next(samples) for _ in range(count)))
-            for user, (incarnation, version, epoch), state, count in zip(
-                users, standings.tolist(), states, counts.tolist(), strict=True
+            UserRecord(user, incarnation, version, epoch, state, tuple(next(samples) for _ in range(count)), start)
+            for user, (incarnation, version, epoch), state, count, start in zip(
+                users, standings.tolist(), states, counts.tolist(), starts, strict=True
             )
         ]
     except (KeyError, ValueError, RecursionError) as error:

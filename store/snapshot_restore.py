@@ -24,6 +24,7 @@ from store.connection import Store
 from store.epochs import Epoch, EpochStore
 from store.errors import SnapshotError
 from store.failpoints import reach
+from store.fusion import FusionStore
 from store.leases import Lease, hold_lease
 from store.namespaces import NamespaceRecord, Namespaces
 from store.restores import RestoreStore, Restoring
@@ -129,6 +130,7 @@ class _Restorer:
         self._namespaces = Namespaces(redis)
         self._users = UserStore(redis, record.keys, record.store_epoch, samples_kept=1)
         self._epochs = EpochStore(redis, record.keys, record.store_epoch)
+        self._fusion = FusionStore(redis, record.keys, record.store_epoch)
         self._restores = RestoreStore(redis, record.keys, record.store_epoch)
         self._put_back = self._dropped = self._forgotten = 0
 
@@ -147,6 +149,9 @@ class _Restorer:
         await self._restores.finish(restoring, following, lease_token=lease.token)
         # Whoever was forgotten in this moment was struck out of the epoch before.
         await self._epochs.strike(await self._users.without_learner(following.members))
+        # Nor does fusion name whom the snapshot does not know.
+        named = (await self._fusion.everyone()).values()
+        await self._fusion.strike(await self._users.without_learner(named))
         reach("restore-after-publish")
         return Restored(self._manifest.id, restoring.target, self._put_back, self._dropped, self._forgotten)
 

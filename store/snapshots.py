@@ -30,6 +30,7 @@ from store.snapshot_file import SnapshotWriter
 from store.snapshot_manifest import Manifest
 from store.snapshot_names import new_id
 from store.snapshot_records import LearnerRules, RecordRules, UserRecord, check_record, rules_for
+from store.starts import START_FIELDS, decode_starts
 from store.users import UserStore
 
 #: What is being done, and how much of it is done, of how much.
@@ -219,6 +220,7 @@ class _Photographer:
         for user in users:
             commands.append(("HMGET", self._keys.user(user), "incarnation", "version", "epoch", "state"))
             commands.append(("LRANGE", self._keys.samples(user), "0", "-1"))
+            commands.append(("HMGET", self._keys.start(user), *START_FIELDS))
         return await self._decode(users, await pipeline(self._redis, commands))
 
     async def _load_with_log(
@@ -227,7 +229,7 @@ class _Photographer:
         """Users' records with (cursor, user) of the lines after a cursor and the events applied, of one moment."""
         keys = [self._keys.marker(partition), self._keys.counters(partition), self._keys.update_log(partition)]
         for user in users:
-            keys += [self._keys.user(user), self._keys.samples(user)]
+            keys += [self._keys.user(user), self._keys.samples(user), self._keys.start(user)]
         status, *rest = await self._collect.call(keys, [self._record.store_epoch, cursor, MOVED_LINES])
         if status != b"ok":
             raise StoreReset(f"partition {partition} of {self._record.name} belongs to another store now")
@@ -236,10 +238,10 @@ class _Photographer:
         return await self._decode(users, replies), lines, as_int(applied)
 
     async def _decode(self, users: Sequence[str], replies: Sequence[Any]) -> list[UserRecord]:
-        pairs = zip(users, replies[0::2], replies[1::2], strict=True)
-        return await asyncio.to_thread(lambda: [self._record_of(*pair) for pair in pairs])
+        rows = zip(users, replies[0::3], replies[1::3], replies[2::3], strict=True)
+        return await asyncio.to_thread(lambda: [self._record_of(*row) for row in rows])
 
-    def _record_of(self, user: str, fields: Any, samples: Any) -> UserRecord:
+    def _record_of(self, user: str, fields: Any, samples: Any, start: Any) -> UserRecord:
         """A user as stored; without a state when they have none, or one that no restore could use."""
         nothing = UserRecord(user, 0, 0, 0, b"")
         self._damaged.discard(user)
@@ -249,6 +251,8 @@ class _Photographer:
             incarnation, version, epoch = (as_int(field) for field in fields[:3])
             blobs = tuple(map(as_bytes, samples))
             record = UserRecord(user, incarnation, version, epoch, as_bytes(fields[3]), blobs)
+            if decode_starts([user], [start], {user: incarnation}):
+                record = replace(record, start=as_bytes(start[1]))
             check_record(record, self._rules)
         except CorruptRecord as error:
             log.error("not in the snapshot: %s", error)

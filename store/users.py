@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar, final
 
@@ -34,6 +34,7 @@ from store.connection import (
 from store.errors import CorruptRecord, FenceLost, FenceReason, StoreReset
 from store.keys import LEARNERS, NamespaceKeys
 from store.scripts import load_script
+from store.starts import START_FIELDS, Start, decode_starts
 from store.user_records import Forgotten, UpdateEntry, UserState, UserSummary, UserUpdate
 
 __all__ = ["Forgotten", "UpdateEntry", "UserState", "UserStore", "UserSummary", "UserUpdate"]
@@ -97,18 +98,37 @@ class UserStore:
         replies = await pipeline(self._redis, map(self._samples_command, ids))
         return _undamaged(_decode_samples, ids, replies)
 
-    async def load_learners(self, user_ids: Iterable[str]) -> tuple[dict[str, UserState], dict[str, list[Sample]]]:
-        """`load` and `load_samples` in one round trip: what an update of these users starts from.
+    async def load_with_starts(self, user_ids: Iterable[str]) -> tuple[dict[str, UserState], dict[str, Start]]:
+        """`load` with the starts that these users' learners have, in one round trip."""
+        ids = list(dict.fromkeys(user_ids))
+        replies = await pipeline(self._redis, [*map(self._state_command, ids), *map(self._start_command, ids)])
+        states = _undamaged(_decode_states, ids, replies[: len(ids)])
+        return states, decode_starts(ids, replies[len(ids) :], _incarnations(states))
+
+    async def load_starts(self, states: Mapping[str, UserState]) -> dict[str, Start]:
+        """The starts that the learners of these users have."""
+        replies = await pipeline(self._redis, map(self._start_command, states))
+        return decode_starts(list(states), replies, _incarnations(states))
+
+    async def load_learners(
+        self, user_ids: Iterable[str]
+    ) -> tuple[dict[str, UserState], dict[str, list[Sample]], dict[str, Start]]:
+        """`load` and `load_samples` in one round trip, with starts: what an update of these users starts from.
 
         Unlike `load`, raises CorruptRecord for a damaged user, whom an update must not take for a new one.
         """
         ids = list(dict.fromkeys(user_ids))
-        replies = await pipeline(self._redis, [*map(self._state_command, ids), *map(self._samples_command, ids)])
-        states, samples = replies[: len(ids)], replies[len(ids) :]
-        return _decode_states(ids, states), _decode_samples(ids, samples)
+        commands = (self._state_command, self._samples_command, self._start_command)
+        replies = await pipeline(self._redis, [asked(user) for asked in commands for user in ids])
+        states = _decode_states(ids, replies[: len(ids)])
+        samples = _decode_samples(ids, replies[len(ids) : 2 * len(ids)])
+        return states, samples, decode_starts(ids, replies[2 * len(ids) :], _incarnations(states))
 
     def _state_command(self, user_id: str) -> Command:
         return ("HMGET", self._keys.user(user_id), "incarnation", "version", "epoch", "state", "trail")
+
+    def _start_command(self, user_id: str) -> Command:
+        return ("HMGET", self._keys.start(user_id), *START_FIELDS)
 
     def _samples_command(self, user_id: str) -> Command:
         return ("LRANGE", self._keys.samples(user_id), 0, -1)
@@ -189,7 +209,7 @@ class UserStore:
         return [bool(flag) for flag in done]
 
     async def forget(self, user_id: str) -> Forgotten:
-        """Delete a user's state, samples and profile and begin a new incarnation.
+        """Delete a user's state, samples, profile and start and begin a new incarnation.
 
         Rewards of decisions made before have no effect from now on, wherever they are. Works for a user without any
         record too, of whom a decision may be under way. What else there is of the user is for `store.traces` to find.
@@ -203,6 +223,7 @@ class UserStore:
             self._keys.user(user_id),
             self._keys.samples(user_id),
             self._keys.profile(user_id),
+            self._keys.start(user_id),
         ]
         status, *rest = await self._forget.call(keys, [self._store_epoch, self._log_cap, user_id])
         if status != b"ok":
@@ -216,6 +237,19 @@ class UserStore:
             self._redis, [("HGET", self._keys.versions(self._keys.partition_of(user)), user) for user in ids]
         )
         return {user for user, reply in zip(ids, replies, strict=True) if reply is None or not _standing(reply)[1]}
+
+    async def forgotten_since(self, incarnations: Mapping[str, int]) -> set[str]:
+        """Who of these was forgotten since they were in this incarnation, or has no learner any more.
+
+        A restore begins new incarnations too, of people who were not forgotten.
+        """
+        fields = ("version", "forgot")
+        replies = await pipeline(self._redis, [("HMGET", self._keys.user(user), *fields) for user in incarnations])
+        return {
+            user
+            for (user, incarnation), (version, forgot) in zip(incarnations.items(), replies, strict=True)
+            if not as_int(version, absent=0) or as_int(forgot, absent=0) > incarnation
+        }
 
     async def latest_samples(self, user_id: str, most: int) -> list[Sample]:
         """The samples kept of the latest rewards of a user, the newest first; damaged ones are left out."""
@@ -319,6 +353,10 @@ class UserStore:
         """Whether a line is in the update log: neither trimmed nor lost by a server that was restarted."""
         key = self._keys.update_log(partition)
         return bool(await command(self._redis, "XRANGE", key, cursor, cursor, "COUNT", 1))
+
+
+def _incarnations(states: Mapping[str, UserState]) -> dict[str, int]:
+    return {user: state.incarnation for user, state in states.items()}
 
 
 def _standing(joined: Any) -> tuple[int, int]:

@@ -203,7 +203,7 @@ class MetaTrainer:
             fitted_under = await self._users.fitted_under(ordered[start : start + REFIT_USERS])
             behind = [user for user, number in fitted_under.items() if number < epoch.refitted or not published]
             stale = await self._users.load(behind)
-            pupils = await self._pupils({user: state.version for user, state in stale.items()})
+            pupils = await self._pupils(stale)
             if not pupils:
                 continue
             fitted = await loop.run_in_executor(self._compute, trainer.fit, epoch.tensors, pupils)
@@ -222,10 +222,16 @@ class MetaTrainer:
                 reach("meta-refitted")
         return True
 
-    async def _pupils(self, versions: Mapping[str, int]) -> list[Pupil]:
-        """Users with their samples, as new to the learner: what they were fitted to under older inputs is void."""
-        samples = await self._users.load_samples(versions)
-        return [Pupil(user, version, samples[user], None) for user, version in versions.items() if user in samples]
+    async def _pupils(self, states: Mapping[str, UserState]) -> list[Pupil]:
+        """Users with their samples and starts, as new to the learner: what they were fitted to under older inputs is
+        void."""
+        samples = await self._users.load_samples(states)
+        starts = await self._users.load_starts({user: states[user] for user in samples})
+        return [
+            Pupil(user, state.version, samples[user], None, starts[user].values if user in starts else None)
+            for user, state in states.items()
+            if user in samples
+        ]
 
     async def _publish(self, epoch: Epoch) -> bool:
         reach("meta-before-publish")

@@ -49,6 +49,11 @@ class NamespaceModel:
         self._adopt(record, None)
 
     @property
+    def record(self) -> NamespaceRecord:
+        """What is agreed for the namespace."""
+        return self._record
+
+    @property
     def trainer(self) -> Trainer | None:
         """None until the first request has fixed the feature layout."""
         return self._trainer

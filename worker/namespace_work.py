@@ -1,5 +1,5 @@
-"""What a worker does for one namespace: a consumer for each partition of its share, one meta-trainer, one eye on
-overdue rewards."""
+"""What a worker does for one namespace: a consumer for each partition of its share, one meta-trainer, one fusion
+trainer, one eye on overdue rewards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from store.decisions import DecisionStore
 from store.epochs import EpochStore
 from store.errors import StoreReset, StoreUnavailable
 from store.events import EventStream
+from store.fusion import FusionStore
 from store.namespaces import NamespaceRecord, Namespaces
 from store.ownership import Ownership
+from store.profiles import ProfileStore
 from store.users import UserStore
 from worker.consumer import Consumer
 from worker.desk import FittingDesk
+from worker.fusion import FusionPlan, FusionTrainer
+from worker.fusion_sources import FusionSources
 from worker.meta import MetaTrainer
 from worker.model import NamespaceModel
 from worker.overdue import OverdueRewards
@@ -43,6 +47,24 @@ class WorkerSettings:
     candidate_pool: int
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: int = 1
+    #: off: where a namespace does not say otherwise, fusion is not trained, not even when it is asked for.
+    fusion: Literal["auto", "off"] = "auto"
+    fusion_interval_s: float = 3_600.0
+    fusion_growth: float = 0.25
+    fusion_min_sources: int = 50
+    fusion_rounds: int | None = None
+
+    @property
+    def fusion_plan(self) -> FusionPlan:
+        """When fusion is trained."""
+        return FusionPlan(
+            interval_s=self.fusion_interval_s,
+            growth=self.fusion_growth,
+            least_sources=self.fusion_min_sources,
+            threads=self.torch_threads,
+            rounds=self.fusion_rounds,
+            wanted=self.fusion,
+        )
 
 
 @final
@@ -116,6 +138,15 @@ class NamespaceWork:
             ending,
             partitions=lambda: shares.partitions,
         )
+        fusion = FusionTrainer(
+            users,
+            FusionStore(redis, record.keys, record.store_epoch),
+            FusionSources(users, ProfileStore(redis, record.keys), partitions=record.partitions),
+            model,
+            ending,
+            token=token,
+            plan=settings.fusion_plan,
+        )
         log.info("worker ready", consumer=token, namespace=record.name, partitions=record.partitions)
         reset: BaseExceptionGroup[StoreReset] | None = None
         relay = asyncio.create_task(_relay(stopping, ending))
@@ -124,6 +155,7 @@ class NamespaceWork:
                 tasks.create_task(_until_the_end(meta.run(), ending))
                 tasks.create_task(_until_the_end(shares.run(), ending))
                 tasks.create_task(_until_the_end(overdue.run(), ending))
+                tasks.create_task(_until_the_end(fusion.run(), ending))
         except* StoreReset as lost:
             reset = lost
         finally:

@@ -105,7 +105,7 @@ class Publisher:
 
     async def _apply(self, partition: int, deliveries: Sequence[Delivery], trainer: Trainer) -> int:
         found = [(delivery.entry_id, delivery.event) for delivery in deliveries if delivery.event is not None]
-        states, samples = await self._users.load_learners(event.user_id for _, event in found)
+        states, samples, starts = await self._users.load_learners(event.user_id for _, event in found)
         by_user: dict[str, list[tuple[str, RewardEvent]]] = {}
         for entry_id, event in found:
             reach("worker-learn", event.arm_id)
@@ -119,7 +119,9 @@ class Publisher:
             state = states.get(user_id)
             kept = [*samples.get(user_id, []), *(event.sample() for _, event in events)][-self._samples_kept :]
             version = (state.version if state else 0) + len(events)
-            pupils.append(Pupil(user_id, version, kept, None if state is None or state.forgotten else state.tensors))
+            previous = None if state is None or state.forgotten else state.tensors
+            start = starts.get(user_id)
+            pupils.append(Pupil(user_id, version, kept, previous, None if start is None else start.values))
         epoch = self._model.epoch
         fitted = await self._desk.fit(trainer, epoch, pupils) if pupils else Fitted([], ())
         if fitted.quarantined:
@@ -173,7 +175,7 @@ class Publisher:
             trainer, newest = self._model.trainer, self._model.epoch
             if trainer is None or epoch.number >= newest.refitted:
                 return
-            void = [Pupil(pupil.user_id, pupil.events, pupil.samples, None) for pupil in pupils]
+            void = [replace(pupil, previous=None) for pupil in pupils]
             fitted = await self._desk.fit(trainer, newest, void)
             again = [
                 UserState(state.user_id, state.incarnation, state.version, newest.number, tensors, state.trail)

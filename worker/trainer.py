@@ -32,12 +32,13 @@ ORDINARY_INPUT_MAX = 1e3
 @final
 @dataclass(frozen=True, slots=True)
 class Pupil:
-    """A user to fit: all samples kept, newest last, and the state before them (None: a new user)."""
+    """A user to fit: all samples kept, newest last, the state before them (None: a new user), and the warm start."""
 
     user_id: str
     events: int
     samples: Sequence[Sample]
     previous: dict[str, np.ndarray] | None
+    start: np.ndarray | None = None
 
 
 @final
@@ -94,6 +95,10 @@ class Trainer:
         phi = np.zeros((*shape, self.learner.noted), dtype=kind)
         rewards, epochs = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         counts = np.array([len(samples) for samples in views], dtype=np.int64)
+        starts = np.zeros((len(pupils), self.learner.start_size))
+        for row, pupil in enumerate(pupils):
+            if pupil.start is not None and pupil.start.shape == starts.shape[1:]:  # not of another learner
+                starts[row] = pupil.start
         for row, (samples, count) in enumerate(zip(views, counts.tolist(), strict=True)):
             if not count:
                 continue
@@ -110,6 +115,7 @@ class Trainer:
             draw=given(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
             phi=given(phi),
             epochs=given(epochs),
+            starts=given(starts),
             weight=given(np.full(len(pupils), self._user_weight, dtype=kind)),
         )
 

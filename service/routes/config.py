@@ -56,6 +56,7 @@ class ConfigPatch(RequestModel):
     reward_wait_s: float | None = Field(default=None, gt=0, le=WAIT_MAX_S, allow_inf_nan=False)
     serving: Literal["learner", "baseline"] | None = None
     baseline: list[Identifier] | None = Field(default=None, max_length=10_000)
+    fusion: Literal["auto", "off"] | None = None
 
 
 @final
@@ -82,6 +83,7 @@ class ConfigOut(BaseModel):
                         "repeated_rewards": "sum",
                         "default_reward": None,
                         "reward_wait_s": None,
+                        "fusion": "auto",
                     },
                     "overridden": ["epsilon"],
                 }

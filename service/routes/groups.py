@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, final
+from typing import Annotated, Literal, final
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -76,7 +76,9 @@ class GroupOut(BaseModel):
     members_total: int = Field(description="How many there are, listed or not.")
     model_version: int = Field(description="The epoch of the shared parameters.")
     user_version: int = Field(description="Rewards of the user that the model has learned.")
-    cold_start: str | None = Field(description="`meta` when there are none yet; null otherwise.")
+    cold_start: Literal["meta", "fusion"] | None = Field(
+        description="When there are none yet, what the user begins from; null otherwise."
+    )
 
 
 @router.post(

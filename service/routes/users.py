@@ -56,6 +56,29 @@ class TracesOut(BaseModel):
     samples: int
     log_lines: int = Field(description="Lines of the update log but the one that says that the user was forgotten.")
     pool: bool = Field(description="Whether the candidate pool of the current epoch names the user.")
+    fusion: bool = Field(description="Whether fusion names the user as a source.")
+
+
+@final
+class NearUserOut(BaseModel):
+    """A source of fusion whose profile is near."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    user_id: str | None = Field(description="null: forgotten since.")
+    distance: float = Field(description="Between the profiles, in standard deviations.")
+
+
+@final
+class WarmStartOut(BaseModel):
+    """What a learner began from that was made from the user's profile."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    fusion_version: int = Field(description="Of the fusion model that made it.")
+    trust: float = Field(description="Share of the prior's variance that it explains.")
+    created_ms: int
+    nearest: list[NearUserOut] = Field(description="Sources with the most similar profiles, at most 5.")
 
 
 @final
@@ -73,7 +96,13 @@ class UserOut(BaseModel):
                     "samples": 31,
                     "resident": True,
                     "forgotten": False,
-                    "cold_start": "meta",
+                    "cold_start": "fusion",
+                    "warm_start": {
+                        "fusion_version": 3,
+                        "trust": 0.58,
+                        "created_ms": 1767200000000,
+                        "nearest": [{"user_id": "u-7", "distance": 0.12}, {"user_id": None, "distance": 0.4}],
+                    },
                     "profile": {"country": "NL", "member": True},
                     "events": [
                         {
@@ -100,7 +129,10 @@ class UserOut(BaseModel):
     samples: int = Field(description="Samples kept of the latest rewards.")
     resident: bool = Field(description="Whether the process that answered has the user in memory.")
     forgotten: bool = Field(description="Forgotten, or dropped by a restore, and no reward learned since.")
-    cold_start: Literal["meta"] = Field(description="What the user's learner began from: the meta-learner.")
+    cold_start: Literal["meta", "fusion"] = Field(
+        description="What the user's learner began from: the meta-learner's prior, or a warm start from their profile."
+    )
+    warm_start: WarmStartOut | None = Field(description="Where that warm start comes from; null without one.")
     profile: list[Any] | dict[str, Any] | None = Field(description="The `user_features` told last.")
     events: list[UserEventOut] = Field(
         description="The latest rewards learned, as many as asked for, the newest first."
@@ -121,7 +153,8 @@ class UserOut(BaseModel):
             samples=stored.samples,
             resident=found.resident,
             forgotten=stored.forgotten,
-            cold_start="meta",
+            cold_start="meta" if found.warm_start is None else "fusion",
+            warm_start=None if found.warm_start is None else WarmStartOut.model_validate(found.warm_start),
             profile=found.profile,
             events=[UserEventOut.model_validate(sample) for sample in found.events],
             decisions=[OpenDecisionOut.model_validate(decision) for decision in found.decisions],

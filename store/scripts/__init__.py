@@ -30,10 +30,13 @@ ScriptName: TypeAlias = Literal[
     "enqueue",
     "finish_restore",
     "forget",
+    "fusion_job",
+    "fusion_request",
     "lease",
     "namespace",
     "note",
     "publish",
+    "publish_fusion",
     "rebase",
     "refit",
     "release",
@@ -43,6 +46,7 @@ ScriptName: TypeAlias = Literal[
     "search",
     "status",
     "strike",
+    "strike_fusion",
     "unlink",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]

@@ -1,9 +1,9 @@
--- Forget a user: no state, no samples, no profile, and a tombstone under the next incarnation.
--- KEYS  marker, counters, update_log, versions, user, samples, profile
+-- Forget a user: no state, no samples, no profile, no start, and a tombstone under the next incarnation.
+-- KEYS  marker, counters, update_log, versions, user, samples, profile, start
 -- ARGV  store epoch, log cap, user id
 -- Reply {'store-epoch'} | {'ok', incarnation, samples there were, line of the update log that tells it}
 local marker, counters, update_log, versions = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local user, samples, profile, user_id = KEYS[5], KEYS[6], KEYS[7], ARGV[3]
+local user, samples, profile, start, user_id = KEYS[5], KEYS[6], KEYS[7], KEYS[8], ARGV[3]
 
 if redis.call('GET', marker) ~= ARGV[1] then
   return {'store-epoch'}
@@ -25,7 +25,7 @@ end
 redis.call('HINCRBY', counters, 'forgotten', version)
 redis.call('HSET', versions, user_id, incarnation .. ':0')
 -- Whatever was stored under these names, of whatever type, is gone.
-redis.call('DEL', user, samples, profile)
+redis.call('DEL', user, samples, profile, start)
 -- `forgot` stays when the user comes back: no snapshot from before brings the old one back.
 redis.call('HSET', user, 'incarnation', incarnation, 'version', '0', 'forgot', incarnation)
 local line = redis.call('XADD', update_log, 'MAXLEN', '~', ARGV[2], '*',

@@ -1,12 +1,13 @@
 -- Put users of a partition back to what a snapshot has of them, or drop those whom it does not know.
--- KEYS  marker, counters, update_log, versions, restored, then `user`, `samples` for each user
+-- KEYS  marker, counters, update_log, versions, restored, then `user`, `samples`, `start` for each user
 -- ARGV  store epoch, generation of the restore, log cap, events applied at least,
---       then for each user: user id, incarnation, version, epoch, state ('': drop), number of samples, the samples
+--       then for each user: user id, incarnation, version, epoch, state ('': drop), start ('': none), number of samples,
+--       the samples
 -- Reply {'store-epoch'} | {'overtaken', generation} | {'corrupt'}: nothing was written then
 --       {'ok', 1 | 0 for each user}: 0 for one who was forgotten and stays so, or had nothing to be dropped
 local marker, counters, update_log, versions, restored = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local store_epoch, generation, log_cap, least = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local HEAD_KEYS, HEAD_ARGS, USER_ARGS = 5, 4, 6
+local HEAD_KEYS, HEAD_ARGS, USER_ARGS = 5, 4, 7
 
 if redis.call('GET', marker) ~= store_epoch then
   return {'store-epoch'}
@@ -20,7 +21,7 @@ local applied = tonumber(redis.call('HGET', counters, 'applied') or '0')
 redis.call('XLEN', update_log)
 local reply, raised, returning, forgotten, undone = {'ok'}, {}, {}, {}, 0
 local at = HEAD_ARGS + 1
-for i = HEAD_KEYS + 1, #KEYS, 2 do
+for i = HEAD_KEYS + 1, #KEYS, 3 do
   local incarnation, version = string.match(redis.call('HGET', versions, ARGV[at]) or '0:0', '^(%d+):(%d+)$')
   if not incarnation then
     return {'corrupt'}
@@ -37,7 +38,7 @@ for i = HEAD_KEYS + 1, #KEYS, 2 do
   if returns then
     undone = undone - tonumber(ARGV[at + 2])
   end
-  at = at + USER_ARGS + tonumber(ARGV[at + 5])
+  at = at + USER_ARGS + tonumber(ARGV[at + 6])
 end
 
 -- First write: it fails, with nothing written, when `counters` is no hash of numbers or memory is full.
@@ -51,15 +52,18 @@ end
 redis.call('HINCRBY', counters, 'forgotten', string.format('%.0f', undone))
 redis.call('SET', restored, generation)
 at = HEAD_ARGS + 1
-for i = HEAD_KEYS + 1, #KEYS, 2 do
-  local place = (i - HEAD_KEYS + 1) / 2
-  local user_id, incarnation, version, n_samples = ARGV[at], raised[place], '0', tonumber(ARGV[at + 5])
-  redis.call('DEL', KEYS[i], KEYS[i + 1])
+for i = HEAD_KEYS + 1, #KEYS, 3 do
+  local place = (i - HEAD_KEYS + 2) / 3
+  local user_id, incarnation, version, n_samples = ARGV[at], raised[place], '0', tonumber(ARGV[at + 6])
+  redis.call('DEL', KEYS[i], KEYS[i + 1], KEYS[i + 2])
   if returning[place] then
     version = ARGV[at + 2]
     redis.call('HSET', KEYS[i], 'epoch', ARGV[at + 3], 'state', ARGV[at + 4])
     for s = at + USER_ARGS, at + USER_ARGS + n_samples - 1 do
       redis.call('RPUSH', KEYS[i + 1], ARGV[s])
+    end
+    if ARGV[at + 5] ~= '' then
+      redis.call('HSET', KEYS[i + 2], 'incarnation', incarnation, 'start', ARGV[at + 5])
     end
   end
   redis.call('HSET', KEYS[i], 'incarnation', incarnation, 'version', version)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +18,19 @@ from redis import Redis
 
 from bench.deployment import Deployment
 from store.codec import Sample
+from store.connection import connect
+from store.fusion import FusionRecord, FusionSource, FusionStore
 from store.keys import NamespaceKeys
+from store.namespaces import Namespaces
 from store.rewards import RewardEvent
+from store.starts import Start
 
 USERS = ("anna.q7x-kowalska", "bela.z3v-lugosi", "carl.w9k-sagan")
 INPUTS = 3
 KEYS = NamespaceKeys("default", 2)
-NOTHING_LEFT = {"decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False}
+NOTHING_LEFT = {
+    "decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False, "fusion": False,
+}  # fmt: skip
 #: A tombstone: the name of the user's key, their field among the versions, and the line of the update log.
 TOMBSTONE_PLACES = 3
 
@@ -63,7 +71,10 @@ def eventually(holds: Callable[[], object], what: str) -> None:
 
 def telling(user: str) -> list[bytes]:
     """Words that stand for a user, wherever they turn up."""
-    return [user.encode(), f"profile of {user}".encode(), f"arm-{user}".encode(), f"event-{user}".encode()]
+    profile = profile_of(user).tobytes()
+    words = [user.encode(), f"profile of {user}".encode(), f"arm-{user}".encode(), f"event-{user}".encode()]
+    # As it lies in starts (which a dump may quote), and as it is told of a source, where a slash may be escaped.
+    return [*words, profile, repr(profile)[2:-1].encode(), *b64encode(profile).split(b"/")[:1]]
 
 
 def live(client: httpx.Client, user: str, *, times: int = 4) -> None:
@@ -117,6 +128,36 @@ def dump(valkey: Redis) -> dict[bytes, bytes]:
     return found
 
 
+def profile_of(user: str) -> np.ndarray:
+    """Numbers that nobody else has."""
+    return np.random.default_rng(list(user.encode())).normal(size=4)
+
+
+def warm(valkey: Redis) -> None:
+    """Everyone is a source of fusion, and began with a start that names the others, as it is really written."""
+    socket = valkey.connection_pool.connection_kwargs["path"]
+
+    async def write() -> None:
+        redis = connect(f"unix://{socket}")
+        try:
+            record = await Namespaces(redis).load(KEYS.namespace)
+            assert record is not None
+            fusion = FusionStore(redis, KEYS, record.store_epoch)
+            names = {f"token of {place}": user for place, user in enumerate(USERS)}
+            sources = tuple(FusionSource(token, profile_of(user)) for token, user in names.items())
+            assert await fusion.acquire_lease("test", 60_000)
+            made = FusionRecord(1, {"w": np.zeros(1)}, sources, {}, 1)
+            assert await fusion.publish(made, names, lease_token="test")
+            await fusion.release_lease("test")
+        finally:
+            await redis.aclose()
+
+    asyncio.run(write())
+    for user in USERS:
+        start = Start(0, profile_of(user), 1, tuple((f"token of {place}", 1.0) for place in range(len(USERS))), 1)
+        valkey.hset(KEYS.start(user), mapping={"incarnation": 0, "start": start.encode()})
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -155,7 +196,10 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     members = json.loads(valkey.hget(KEYS.epoch, "members") or b"[]")
     victim = members[0]
     neighbours = [user for user in USERS if user != victim]
+    warm(valkey)
     before = {user: client.get(f"/admin/users/{user}", params={"events": 9}).json() for user in USERS}
+    held = holders(dump(valkey), victim)
+    assert {key.encode() for key in (KEYS.start(victim), KEYS.fusion, KEYS.fusion_sources)} <= held
     assert {name: len(before[victim][name]) for name in ("events", "decisions")} == {"events": 3, "decisions": 4}
     # What is looked for below is found now: in the store under many keys, and in its file many times.
     assert len(holders(dump(valkey), victim)) > 10
@@ -204,7 +248,11 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     assert any(name.startswith("snapshots/") for name in holders(files(deployment.data_dir), neighbours[0]))
     check_only_a_tombstone(deployment, valkey, victim)
 
+    named = valkey.hgetall(KEYS.fusion_sources)
+    assert sorted(named.values()) == sorted(user.encode() for user in neighbours)
+    assert [token.encode() for token, *_ in json.loads(valkey.hget(KEYS.fusion, "sources") or b"")] == list(named)
     for user in neighbours:
+        assert valkey.exists(KEYS.start(user))
         after = client.get(f"/admin/users/{user}", params={"events": 9}).json()
         assert after["version"] == before[user]["version"] + 1
         assert after["events"][1:] == before[user]["events"]

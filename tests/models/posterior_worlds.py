@@ -138,6 +138,7 @@ def batch_of(people: list[Past], dtype: torch.dtype = torch.float64, *, padding:
         weight=torch.ones(len(people), dtype=dtype),
         phi=padded([person.phi for person in people], 5.0),
         epochs=padded([person.epochs for person in people], 9).to(torch.int64),
+        starts=torch.zeros(len(people), 0, dtype=torch.float64),
     )
 
 

@@ -111,7 +111,7 @@ def on_gpu(*tensors: Tensor) -> None:
         assert tensor.device == CUDA
 
 
-def batch(users: int, samples: int, noted: int = 0) -> UserBatch:
+def batch(users: int, samples: int, noted: int = 0, start_size: int = 0) -> UserBatch:
     """Samples of users, on the GPU."""
     return UserBatch(
         features=torch.zeros(users, samples, INPUTS, device=CUDA),
@@ -122,6 +122,7 @@ def batch(users: int, samples: int, noted: int = 0) -> UserBatch:
         weight=torch.ones(users, device=CUDA),
         phi=torch.zeros(users, samples, noted, device=CUDA),
         epochs=torch.zeros(users, samples, dtype=torch.int64, device=CUDA),
+        starts=torch.zeros(users, start_size, dtype=torch.float64, device=CUDA),
     )
 
 
@@ -129,7 +130,7 @@ def fitted(learner: Learner, shared: State, users: int) -> State:
     """So many users' states after a fit, through a bank as the service holds them."""
     newborn = {name: value.expand(users, *value.shape) for name, value in learner.newborn(shared).items()}
     on_gpu(*newborn.values())
-    states = learner.fit(shared, batch(users, SAMPLES, learner.noted), newborn)
+    states = learner.fit(shared, batch(users, SAMPLES, learner.noted, learner.start_size), newborn)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     bank = UserBank(learner.fields, learner.dtype, CUDA)
     if users:
@@ -185,7 +186,10 @@ def named(chosen: LearnerSettings) -> str:
 def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings, users: int) -> None:
     learner = build_learner(chosen, INPUTS)
     shared = moved(learner.initial_shared())
-    teachers = [batch(3, SAMPLES, learner.noted), batch(2, SAMPLES + 1, learner.noted)]
+    teachers = [
+        batch(3, SAMPLES, learner.noted, learner.start_size),
+        batch(2, SAMPLES + 1, learner.noted, learner.start_size),
+    ]
     # Two epochs that change inputs, the second of which finds groups, and one that does not.
     for epoch_events, events in ((0, 32), (250, 256), (256, 400)):
         assert learner.refit_due(epoch_events, events) == (events < 400 and getattr(chosen, "standardize", True))
@@ -247,7 +251,7 @@ def test_a_state_left_on_the_cpu_would_be_noticed(preset: str, left_behind: str)
     elsewhere = {"pool": pool, "own": own}
     with pytest.raises(RuntimeError, match=TWO_DEVICES):  # noqa: PT012
         if left_behind == "samples":
-            learner.fit(on_cpu, batch(USERS, SAMPLES, learner.noted), pool)
+            learner.fit(on_cpu, batch(USERS, SAMPLES, learner.noted, learner.start_size), pool)
         elif left_behind == "shared":
             learner.score(on_cpu, pool, query(own))
         else:

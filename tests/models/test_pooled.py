@@ -42,6 +42,7 @@ def random_batch(users: int, samples: int, seed: int) -> UserBatch:
         weight=torch.ones(users, dtype=torch.float64),
         phi=torch.zeros(users, samples, 0, dtype=torch.float64),
         epochs=torch.zeros(users, samples, dtype=torch.int64),
+        starts=torch.zeros(users, 0, dtype=torch.float64),
     )
 
 

@@ -24,6 +24,7 @@ def batch_of(counts: list[int], epochs: list[list[int]]) -> UserBatch:
         weight=torch.ones(users, dtype=torch.float64),
         phi=number.unsqueeze(-1) + torch.arange(4) / 10,
         epochs=torch.tensor(epochs),
+        starts=torch.zeros(users, 0, dtype=torch.float64),
     )
 
 

@@ -172,6 +172,7 @@ def batch_of(people: list[Person], dtype: torch.dtype, *, draw: list[int] | None
         weight=torch.tensor([past.weight for past in people], dtype=dtype),
         phi=features.new_zeros((*features.shape[:2], 0)),
         epochs=torch.zeros(features.shape[:2], dtype=torch.int64),
+        starts=torch.zeros(len(people), 0, dtype=torch.float64),
     )
 
 

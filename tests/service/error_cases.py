@@ -45,6 +45,7 @@ from tests.service.error_steps import (
     none_may_wait,
     shop,
     snapshots_are_verified,
+    told_of_the_user,
     unannounced,
     unreadable,
 )  # fmt: skip
@@ -183,6 +184,11 @@ CASES = [
     ),
     Case("a name that is taken", 409, "namespace-exists", "POST /admin/namespaces", {"name": "shop"}, given=shop),
     Case("the name of the default", 409, "namespace-exists", "POST /admin/namespaces", {"name": "default"}),
+    Case("a learner without warm starts", 409, "fusion-unavailable", "POST /admin/fusion"),
+    Case(
+        "fusion that is off", 409, "fusion-unavailable", "POST /admin/fusion",
+        settings={"preset": "default", "width": None, "user_steps": None, "fusion": "off"},
+    ),
     Case("another revision", 409, "settings-changed", "PATCH /admin/config?revision=7", {"epsilon": 1}),
     # 413
     Case("a long body", 413, "body-too-large", "POST /recommend", LONG, settings=TIGHT),
@@ -214,6 +220,10 @@ CASES = [
             ("named features", "POST /recommend", {**ASK, "arms": [{"id": "a", "features": {"x": 1}}]},
              "arms[0].features", decided),
             ("a context where there is none", "POST /recommend", {**ASK, "context": [1]}, "context", decided),
+            ("a longer profile than the first", "POST /recommend", {**ASK, "user_features": [1, 2, 3]}, "user_features",
+             told_of_the_user),
+            ("a profile by names", "POST /recommend", {**ASK, "user_features": {"x": 1}}, "user_features",
+             told_of_the_user),
             ("more arms than there are", "POST /recommend", {**ASK, "k": 5}, "k", decided),
             ("more arms than are left", "POST /recommend", {**ASK, "k": 4, "exclude": ["arm 1"]}, "k", decided),
             ("no catalogue", "POST /recommend", {"user_id": USER}, "arms", decided),

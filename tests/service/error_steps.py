@@ -33,6 +33,10 @@ async def decided(world: World) -> None:
     await world.ok("POST", "/recommend", {**ASK, "decision_id": "d"})
 
 
+async def told_of_the_user(world: World) -> None:
+    await world.ok("POST", "/recommend", {**ASK, "user_features": [1, 2]})
+
+
 async def deferred(world: World) -> None:
     await world.ok("POST", "/recommend", {**ASK, "decision_id": "d", "deferred": True})
 

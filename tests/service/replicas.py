@@ -12,7 +12,9 @@ from models.presets import build_learner
 from service.metrics import Metrics
 from service.replica import Replica
 from service.served import ServedModel
+from service.warm_starts import ServedFusion
 from store.epochs import Epoch
+from store.fusion import FusionStore
 from store.users import UserState, UserStore
 from tests.worker.workshop import CPU, INPUTS, Workshop, small, soon
 
@@ -26,8 +28,18 @@ class Watched:
         self.users = UserStore(
             shop.redis, shop.keys, shop.record.store_epoch, samples_kept=shop.samples_kept, update_log_cap=log_cap
         )
+        metrics = Metrics().of("shop")
+        self.fusion = ServedFusion(
+            FusionStore(shop.redis, shop.keys, shop.record.store_epoch), self.model.learner, shop.compute, metrics
+        )
         self.replica = Replica(
-            self.users, shop.epochs, self.model, shop.compute, Metrics().of("shop"), partitions=shop.record.partitions
+            self.users,
+            shop.epochs,
+            self.fusion,
+            self.model,
+            shop.compute,
+            metrics,
+            partitions=shop.record.partitions,
         )
 
     def version(self, user: str) -> int | None:

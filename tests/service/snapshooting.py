@@ -57,9 +57,9 @@ async def stored(shop: Workshop) -> dict[str, UserRecord]:
             assert (int(stored_fields[b"incarnation"]), int(stored_fields[b"version"])) == (incarnation, version)
             if b"state" in stored_fields:
                 samples = await shop.redis.lrange(shop.keys.samples(user), 0, -1)
-                found[user] = UserRecord(
-                    user, incarnation, version, int(stored_fields[b"epoch"]), stored_fields[b"state"], tuple(samples)
-                )
+                start = await shop.redis.hget(shop.keys.start(user), "start")
+                epoch, state = int(stored_fields[b"epoch"]), stored_fields[b"state"]
+                found[user] = UserRecord(user, incarnation, version, epoch, state, tuple(samples), start or b"")
     return found
 
 

@@ -26,7 +26,9 @@ from tests.worker.workshop import make_event, soon
 
 ARMS = [{"id": f"arm {n}", "features": [float(n), 1.0, -float(n)]} for n in range(3)]
 KEYS = NamespaceKeys("shop", 2)
-NOTHING_LEFT = {"decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False}
+NOTHING_LEFT = {
+    "decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False, "fusion": False,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -74,6 +76,7 @@ class TestUsers:
             "resident": False,
             "forgotten": False,
             "cold_start": "meta",
+            "warm_start": None,
             "profile": None,
             "events": [],
             "traces": None,
@@ -155,12 +158,14 @@ class TestUsers:
         await client.xadd(KEYS.update_log(KEYS.partition_of("u")), {"u": "u", "i": 0, "v": 1, "e": "", "t": 0})
         await client.hset(KEYS.epoch, "members", json.dumps(["v", "u"]))
         await client.rpush(KEYS.samples("u"), b"a sample")
-        left = NOTHING_LEFT | {"dead_letters": 1, "log_lines": 1, "pool": True, "samples": 1}
+        await client.hset(KEYS.fusion_sources, mapping={"token 1": "v", "token 2": "u"})
+        left = NOTHING_LEFT | {"dead_letters": 1, "log_lines": 1, "pool": True, "samples": 1, "fusion": True}
         assert (await http.get("/admin/users/u")).json()["traces"] == left
         again = (await http.delete("/admin/users/u")).json()
         assert again["removed"] == {"samples": 1, "decisions": 0, "dead_letters": 1, "log_lines": 2}
         assert (await http.get("/admin/users/u")).json()["traces"] == NOTHING_LEFT
         assert json.loads(await client.hget(KEYS.epoch, "members")) == ["v"]
+        assert await client.hgetall(KEYS.fusion_sources) == {b"token 1": b"v"}
 
     @pytest.mark.parametrize("path", ["/admin/users/", "/admin/users/a%00b", "/admin/users/" + "x" * 257])
     async def test_ids_that_no_user_can_have(self, http: httpx.AsyncClient, path: str) -> None:

@@ -104,7 +104,8 @@ async def test_a_request_and_its_stages(redis: Any, valkey_url: str, collector: 
         assert (await client.get("/health/live")).status_code == 200
     assert collector.paths == {"/v1/traces"}
     spans = {span.name: span for span in collector.spans()}
-    assert set(spans) == {"/recommend", "unmatched", *STAGES}
+    passed = {stage for stage in STAGES if stage != "fusion"}  # nobody told a profile
+    assert set(spans) == {"/recommend", "unmatched", *passed}
     request = spans["/recommend"]
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
     assert attributes(request) == {
@@ -113,7 +114,7 @@ async def test_a_request_and_its_stages(redis: Any, valkey_url: str, collector: 
         "http.response.status_code": 200,
         "metaban.namespace": "shop",
     }
-    for stage in STAGES:
+    for stage in passed:
         assert spans[stage].trace_id.hex() == TRACE
         assert spans[stage].parent_span_id == request.span_id
         assert request.start_time_unix_nano <= spans[stage].start_time_unix_nano

@@ -337,6 +337,7 @@ def test_out_and_in_again(folder: SnapshotFolder, add: Callable[..., Path], tmp_
             *[st.integers(0, 2**63 - 1)] * 3,
             st.binary(max_size=40),
             st.lists(st.binary(max_size=20), max_size=4).map(tuple),
+            st.binary(max_size=20),
         ),
         max_size=5,
     )
@@ -357,7 +358,9 @@ def test_chunks_that_lie(data: st.DataObject) -> None:
         "sample_ends": np.array([3]),
     }
     users = {"users": '["a","b"]'}
-    assert len(decode_chunk(encode_tensors(tensors, users))) == 2
+    assert [each.start for each in decode_chunk(encode_tensors(tensors, users))] == [b"", b""], "as they were before"
+    tensors |= {"starts": np.zeros(5, np.uint8), "start_ends": np.array([0, 5])}
+    assert [len(each.start) for each in decode_chunk(encode_tensors(tensors, users))] == [0, 5]
     name = data.draw(st.sampled_from([*tensors, "users"]))
     if name == "users":
         users["users"] = data.draw(st.sampled_from(["", "{}", "[1,2]", '["a"]', "[" * 9_999, '["a","\\ud800"]']))

@@ -26,6 +26,7 @@ from store.codec import Sample
 from store.decisions import DecidedItem, Decision, DecisionStore
 from store.epochs import Epoch, EpochStore
 from store.events import EventStream, RewardEvent
+from store.fusion import FusionJob, FusionRecord, FusionSource, FusionStore
 from store.keys import NamespaceKeys
 from store.namespaces import NamespaceRecord, Namespaces
 from store.ownership import Ownership
@@ -132,12 +133,23 @@ async def use_every_script(redis: Redis) -> None:
     assert await epochs.publish(Epoch(0, 0, {}, tuple(names), 0), lease_token="t")
     assert await epochs.strike(names[:2]) == 2
     await epochs.release_lease("t")
+    await use_fusion(FusionStore(redis, keys, record.store_epoch), names)
     arms = CatalogueStore(redis, keys, record.store_epoch, arms_max=2)
     await arms.change([ArmWrite.put("{a}", [1.0]), ArmWrite.put("b", [2.0])], now_ms=1)
     assert set((await arms.changes_since(Standing())).arms) == {"{a}", "b"}
     assert await arms.get("{a}") is not None
     await AuditLog(redis, keys, record.store_epoch).add(AuditLine("", "PUT /admin/arms/{arm_id}", "arm_id={a}", "", {}))
     await use_snapshots(redis, record)
+
+
+async def use_fusion(fusion: FusionStore, names: list[str]) -> None:
+    assert (await fusion.request(1)).state == "queued"
+    assert await fusion.acquire_lease("t", 10_000)
+    assert await fusion.put_job(FusionJob("running"), lease_token="t")
+    tokens = {f"{{t}}{name}": name for name in names}
+    sources = tuple(FusionSource(token, np.zeros(1)) for token in tokens)
+    assert await fusion.publish(FusionRecord(1, {}, sources, {}, 0), tokens, lease_token="t")
+    assert await fusion.strike(names[:2]) == 2
 
 
 async def use_snapshots(redis: Redis, record: NamespaceRecord) -> None:
@@ -233,6 +245,7 @@ def test_keys_are_distinct():
     names = [keys.record, keys.epoch, keys.epoch_log, keys.lease, keys.restoring, keys.restores]
     names += [keys.catalogue, keys.catalogue_log, keys.arms, keys.arm_order]
     names += [keys.arm_versions, keys.arm_changes, keys.arm_removals]
+    names += [keys.fusion, keys.fusion_sources, keys.fusion_job, keys.fusion_lease]
     for partition in range(2):
         kinds = (
             "marker",
@@ -246,7 +259,14 @@ def test_keys_are_distinct():
             "awaiting",
         )
         names += [getattr(keys, kind)(partition) for kind in kinds]
-    names += [keys.user("x"), keys.samples("x"), keys.decision("x"), keys.profile("x"), keys.decided("x")]
+    names += [
+        keys.user("x"),
+        keys.samples("x"),
+        keys.decision("x"),
+        keys.profile("x"),
+        keys.decided("x"),
+        keys.start("x"),
+    ]
     names += [keys.seen("x", "y"), keys.seen("xy", ""), keys.seen("", "xy")]
     assert len(set(names)) == len(names)
     assert all(name.startswith("metaban:{shop:") for name in names)

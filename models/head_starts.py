@@ -1,0 +1,119 @@
+"""Warm starts of the default learner's heads: how they outlive a basis, and how they enter a user's statistics.
+
+A start is `[raw coefficients…, trust]`. *Raw* coefficients say of an unstandardised input x what a head says of it
+standardised, so that they mean the same after inputs are standardised anew. Where heads see all inputs that is exact:
+a head is a polynomial c + lᵀz + zᵀQz, and z is an affine function of x. Where they see a few principal directions it is
+a projection: the head becomes a linear function of all inputs, and that the nearest one in the directions of the day.
+
+*Trust* t in [0, 1) is the share of the prior's variance that the start explains: the user's prior is N(m, (1 − t)Σ)
+around the started head m in place of N(μ, Σ). With ρ = 1 − t that is what the statistics
+
+    A₀ = σ²(1/ρ − 1)Σ⁻¹,   b₀ = A₀(μ + (m − μ)/t) = σ²/ρ · Σ⁻¹(m − ρμ)
+
+make of N(μ, Σ), so that they are added to the user's own, and nothing else has to know. Trust 0 adds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from models.arrays import Array, double, inverse, library_of, zeros
+from models.inputs import ArmInputs
+from models.learner import Arrays
+from models.prior import Prior
+
+#: Most that a start is trusted.
+TRUST_MAX: Final = 0.95
+#: Started heads lie within so many deviations of the prior: what was sound in an old basis may be absurd in a new one.
+REACH: Final = 10.0
+#: Inputs whose mean is so many times their spread are constants: what a head makes of them is rounding.
+CONSTANT_RATIO: Final = 1e6
+
+
+@final
+class HeadStarts:
+    """Heads [..., D] to raw coefficients [..., size − 1] and back."""
+
+    def __init__(self, inputs: ArmInputs, count: int) -> None:
+        """For raw inputs of `count` numbers."""
+        self._inputs = inputs
+        self._count = count
+        #: Numbers of a start, its trust included.
+        self.size = 1 + count + inputs.products + 1 + 1
+
+    def raw(self, basis: Arrays, heads: Array) -> Array:
+        """Heads in a basis [B, D] as raw coefficients [B, size − 1], float64."""
+        heads, mean, scale = double(heads), double(basis["mean"]), double(basis["scale"])
+        linear, squares = self._split(heads)
+        if self._inputs.narrowed:
+            linear = linear @ double(basis["directions"]).mT
+        told = double(abs(mean) < CONSTANT_RATIO * scale)  # [d]
+        shift, linear = told * mean / scale, told * linear
+        constant = heads[:, 0] - linear @ shift
+        if self._inputs.products:
+            constant = constant - _traces(squares)  # squares enter heads less 1
+            squares = squares * told * told[:, None]
+            turned = squares @ shift  # [B, d]
+            constant, linear = constant + turned @ shift, linear - 2 * turned
+            squares = squares / scale / scale[:, None]
+        return self._joined(constant, linear / scale, squares, heads[:, -1])
+
+    def heads(self, basis: Arrays, raw: Array) -> Array:
+        """Raw coefficients [B, size − 1] as heads in a basis [B, D], float64."""
+        mean, scale = double(basis["mean"]), double(basis["scale"])
+        linear, squares = self._split(raw)
+        constant = raw[:, 0] + linear @ mean
+        if self._inputs.products:
+            turned = squares @ mean
+            constant, linear = constant + turned @ mean, linear + 2 * turned
+            squares = squares * scale * scale[:, None]
+            constant = constant + _traces(squares)
+        linear = linear * scale
+        if self._inputs.narrowed:
+            directions = double(basis["directions"])
+            # Least squares over inputs as they vary, since principal directions are scaled to unit variance.
+            linear = linear @ directions @ inverse(directions.mT @ directions)
+        return self._joined(constant, linear, squares, raw[:, -1])
+
+    def statistics(self, basis: Arrays, prior: Prior, starts: Array) -> tuple[Array, Array]:
+        """A₀ [B, D, D] and b₀ [B, D] of starts [B, size] under a prior, float64; 0 for a start that says nothing."""
+        library, count = library_of(starts), starts.shape[0]
+        if not starts.shape[1]:
+            shape = prior.precision.shape
+            return zeros((count, *shape), prior.precision), zeros((count, shape[0]), prior.precision)
+        sound = library.isfinite(starts).all(-1)  # [B]
+        starts = library.where(sound[:, None], double(starts), 0.0)
+        trust = starts[:, -1].clip(0.0, TRUST_MAX)[:, None]  # [B, 1]
+        reach = REACH * library.sqrt(prior.covariance.diagonal())
+        head = self.heads(basis, starts[:, :-1])
+        head = library.minimum(library.maximum(head, prior.mean - reach), prior.mean + reach)
+        left = 1 - trust
+        gram = (prior.noise * trust / left)[..., None] * prior.precision
+        moment = prior.noise / left * ((head - left * prior.mean) @ prior.precision)
+        return gram, library.where(trust > 0, moment, 0.0)
+
+    def _split(self, values: Array) -> tuple[Array, Array]:
+        """The linear part [B, …], and that of products as symmetric matrices [B, d, d], or [B, 0, 0]."""
+        products = self._inputs.products
+        linear = values[:, 1 : values.shape[1] - 1 - products]
+        side = linear.shape[1] if products else 0
+        squares = zeros((values.shape[0], side, side), values)
+        if products:
+            end = values.shape[1] - 1 - products
+            for row in range(side):  # as many as heads can hold: a handful
+                begin, end = end, end + side - row
+                squares[:, row, row:] = values[:, begin:end] / 2
+            squares = squares + squares.mT
+        return linear, squares
+
+    def _joined(self, constant: Array, linear: Array, squares: Array, trunk: Array) -> Array:
+        """The inverse of `_split`, with the constant [B] in front and the trunk's coefficient [B] behind."""
+        rows = [2 * squares[:, row, row:] for row in range(squares.shape[1])]
+        for row in rows:
+            row[:, 0] /= 2
+        return library_of(constant).concatenate([constant[:, None], linear, *rows, trunk[:, None]], -1)
+
+
+def _traces(matrices: Array) -> Array:
+    """[B, d, d] → [B]."""
+    return matrices.diagonal(0, 1, 2).sum(-1)

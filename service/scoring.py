@@ -1,0 +1,89 @@
+"""What the served model is asked about the arms of a request, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.starts import Start
+from store.users import UserState
+
+#: What a user began from of whom nothing is learned: what everyone begins from, or their warm start.
+ColdStart: TypeAlias = Literal["meta", "fusion"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a user begins from of whom nothing is learned, and in which incarnation; None: in any."""
+
+    values: NDArray[np.float64]  # [start_size]
+    incarnation: int | None = None
+
+    @staticmethod
+    def of(stored: Start | None) -> WarmStart | None:
+        """The start that is stored of a user, if any."""
+        return None if stored is None else WarmStart(stored.values, stored.incarnation)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """The arms of one request as the learner sees them, inputs float32 [k, d].
+
+    `loaded` is the asking user's state if it was loaded for this request: it may not be held any more, or not yet.
+    """
+
+    user_id: str
+    inputs: NDArray[np.float32]
+    loaded: UserState | None = None
+    start: WarmStart | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArmScores:
+    """One request's arms judged, what the learner noted of each [k, q], and whom of the asking user it was for."""
+
+    mean: NDArray[np.float64]
+    bonus: NDArray[np.float64]
+    group_size: NDArray[np.int64]
+    phi: NDArray[np.float32]
+    user_events: int
+    epoch: int
+    incarnation: int = 0
+    started: bool = False
+
+    @property
+    def cold_start(self) -> ColdStart | None:
+        """What a user began from of whom nothing is learned: their warm start, or what everyone begins from."""
+        return cold_start(self.user_events, started=self.started)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which state of a user is held; later ones compare greater. Of one who is not, whether they have a start."""
+
+    incarnation: int
+    version: int
+    epoch: int
+    started: bool = False
+
+    @staticmethod
+    def of(state: UserState) -> Standing:
+        return Standing(state.incarnation, state.version, state.epoch)
+
+    def precedes(self, other: Standing) -> bool:
+        """Whether `other` is at least as new."""
+        return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
+
+
+def cold_start(user_events: int, *, started: bool) -> ColdStart | None:
+    """What a user began from of whom nothing is learned: their warm start, or what everyone begins from."""
+    if user_events:
+        return None
+    return "fusion" if started else "meta"
