@@ -129,22 +129,13 @@ class Settings(BaseSettings):
         "begin from the meta-learner's prior.",
     )
     fusion_interval_s: float = Field(
-        default=3_600.0,
-        gt=0,
-        le=31_536_000,
-        description="Seconds after which fusion is trained again, if anything was learned meanwhile.",
+        default=3_600, gt=0, le=31_536_000, description="Seconds after which fusion is trained again if it can be."
     )
     fusion_growth: float = Field(
-        default=0.25,
-        gt=0,
-        le=100,
-        description="Share by which the users with a profile must have grown for fusion to be trained before that.",
+        default=0.25, gt=0, le=100, description="Share by which its sources must grow to be trained before that."
     )
     fusion_min_sources: int = Field(
-        default=50,
-        ge=32,
-        le=1_000,
-        description="Users with a profile and rewards from which on fusion is trained.",
+        default=50, ge=32, le=1_000, description="Users with a profile and rewards from which on it is trained."
     )
 
     # The machine

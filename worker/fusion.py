@@ -197,7 +197,8 @@ class FusionTrainer:
         self._lost.clear()
         self._job = FusionJob("running", job.requested_ms, started_ms=_now_ms(), doing="reading users", by=job.by)
         await self._fusion.put_job(self._job, lease_token=self._token)
-        keeping = asyncio.create_task(self._keep())
+        over = asyncio.Event()
+        keeping = asyncio.create_task(self._keep(over))
         try:
             version, sources = await self._train()
             ended = replace(self._job, state="done", progress=1.0, doing="")
@@ -215,18 +216,22 @@ class FusionTrainer:
             ended = replace(self._job, state="failed", doing="", reason="an error of the worker's; its log tells more")
             log.exception("fusion not trained", error=type(error).__name__)
         finally:
-            keeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await keeping
+            # Not cancelled: what it was about to write would overtake the last word.
+            over.set()
+            await keeping
         if ended.state != "queued":
             ended = replace(ended, finished_ms=_now_ms())
         await self._fusion.put_job(ended, lease_token=self._token)
 
-    async def _keep(self) -> None:
-        """Keep the lease and write down the progress, once a second, until the lease is lost."""
+    async def _keep(self, over: asyncio.Event) -> None:
+        """Keep the lease and write down the progress, once a second, until all is over or the lease is lost."""
         written = self._job
         while True:
-            await asyncio.sleep(FUSION_LEASE_MS / 3_000)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FUSION_LEASE_MS / 3_000):
+                    await over.wait()
+            if over.is_set():
+                return
             try:
                 kept = await self._fusion.renew_lease(self._token, FUSION_LEASE_MS)
                 if kept and self._job != written:

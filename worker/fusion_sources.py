@@ -22,7 +22,7 @@ from worker.trainer import Pupil, Trainer
 SOURCES_MAX: Final = 1_000
 #: Events of a user from which on what was learned of them says something.
 EVENTS_MIN: Final = 5
-#: Numbers that the inputs of all their samples may have together; wide inputs leave fewer samples a source.
+#: Numbers that all their samples may have together; wide inputs leave fewer samples a source.
 NUMBERS_MAX: Final = 1 << 24
 #: Users whose profiles, and whose samples, are read in one go.
 PROFILES_READ: Final = 512
@@ -55,7 +55,7 @@ class FusionSources:
         for partition in range(self._partitions):
             found = await self._users.versions(partition)
             standings |= {user: standing for user, standing in found.items() if standing[1] >= EVENTS_MIN}
-        ordered = choose_teachers(list(standings), len(standings))
+        ordered = await asyncio.to_thread(choose_teachers, list(standings), len(standings))
         sources: list[SourceUser] = []
         for start in range(0, len(ordered), PROFILES_READ):
             told = await self._profiles.load(ordered[start : start + PROFILES_READ])
@@ -72,14 +72,15 @@ class FusionSources:
 
         Without their starts: fusion must not be taught what it said itself.
         """
-        most = max(1, NUMBERS_MAX // max(1, len(sources) * trainer.learner.inputs_expected))
+        each = trainer.learner.inputs_expected + trainer.learner.noted
+        most = max(1, NUMBERS_MAX // max(1, len(sources) * each))
         kept: list[SourceUser] = []
         batches = []
         for start in range(0, len(sources), SAMPLES_READ):
             part = sources[start : start + SAMPLES_READ]
             samples = await self._users.load_samples(source.user_id for source in part)
             there = [source for source in part if source.user_id in samples]
-            pupils = [Pupil(each.user_id, each.version, samples[each.user_id][-most:], None) for each in there]
+            pupils = [Pupil(user.user_id, user.version, samples[user.user_id][-most:], None) for user in there]
             if pupils:
                 batches.append(batch_arrays(await asyncio.to_thread(trainer.batch, pupils, as_numpy=True)))
                 kept += there
