@@ -88,7 +88,8 @@ class ProfileProcesses(gpytorch.models.ApproximateGP):  # type: ignore[misc]
         jitter = gpytorch.settings.variational_cholesky_jitter.value(inducing.dtype)
         gram = self._kernel(inducing).double()
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        return torch.linalg.cholesky(gram + jitter * identity).to(inducing)
+        factor: Tensor = torch.linalg.cholesky(gram + jitter * identity)
+        return factor.to(inducing.dtype)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
