@@ -155,22 +155,25 @@ def fusion(
     seeds: Seeds = "100-102",
     data: Data = None,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw targets and networks into this folder.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw what each part found into this folder.")] = None,
+    part: Annotated[
+        str | None, typer.Option("--part", help="Parts to run, separated by commas; all unless said.")
+    ] = None,
     quick: Quick = False,
     check: Check = False,
 ) -> None:
-    """Networks for new sine tasks out of those for others, before and after a few points, against other warm starts.
+    """Learners for new profiles out of those of others, before and after a few points, against other warm starts.
 
-    [bold]paper[/]: 800 of the model-fusion authors' networks as sources. [bold]sparse[/]: five sources a band and
-    targets in the gaps between them. Also how long training takes.
+    [bold]sine[/]: networks for y = a sin(x + b), with 800 of the model-fusion authors' networks as sources, and with
+    five sources a band and targets in the gaps between them. [bold]timing[/]: how long training takes.
     """
-    from bench.fusion import FusionPlan, measure_fusion, plot_fusion, print_fusion
+    from bench.fusion import PARTS, measure_fusion
+    from bench.fusion_plan import FusionPlan
 
-    plan = FusionPlan(seeds=_quick_seeds(seeds, quick), data=data)
-    report = measure_fusion(plan.quick() if quick else plan, quick=quick, console=console)
-    print_fusion(report, console)
-    if plot is not None:
-        plot_fusion(report, plot)
+    parts = tuple(PARTS) if part is None else parse_names(part, PARTS, "--part")
+    plan = FusionPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
+    report = measure_fusion(plan.quick() if quick else plan, parts, quick=quick, console=console)
+    report.print_bars(console)
     _finish(report, json, check=check, failed=False)
 
 

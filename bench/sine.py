@@ -52,6 +52,11 @@ def grid() -> Tensor:
     return torch.linspace(LOW, HIGH, POINTS)[:, None]
 
 
+def output_inputs() -> Tensor:
+    """Inputs at which what the sources say counts in fusion: [32, 1]."""
+    return torch.linspace(LOW, HIGH, 32)[:, None]
+
+
 def sine(tasks: Tensor, x: Tensor) -> Tensor:
     """Tasks [n, 2] at inputs x [N, 1] or [n, N, 1] → [n, N]."""
     return tasks[:, :1] * torch.sin(x.squeeze(-1) + tasks[:, 1:])
