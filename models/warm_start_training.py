@@ -36,6 +36,8 @@ LEAST_SOURCES: Final = 32
 HELD_OUT: Final = 0.3
 #: Rewards of each user held out that are foretold.
 FIRST_REWARDS: Final = 20
+#: How heads are fused: they have no hidden units, and are learned sooner than networks are.
+HEAD_SETTINGS: Final = FusionSettings(rounds=10)
 #: Inputs at which what heads say counts.
 INPUTS: Final = 64
 #: Least weight of a source, whose head is mostly the prior's.
@@ -53,15 +55,16 @@ class TrainedStarts:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Sources:
-    """n users: standardised profiles [n, d], statistics, and their first rewards."""
+class Sources:
+    """n users: profiles [n, d], statistics, their first rewards, and the inputs h [N, D] of all they earned."""
 
     profiles: Tensor
     users: Statistics
     first: FirstRewards
+    inputs: Tensor
 
-    def rows(self, index: Tensor) -> _Sources:
-        return _Sources(self.profiles[index], self.users.rows(index), self.first.rows(index))
+    def rows(self, index: Tensor) -> Sources:
+        return Sources(self.profiles[index], self.users.rows(index), self.first.rows(index), self.inputs)
 
 
 def train_warm_starts(
@@ -86,13 +89,15 @@ def train_warm_starts(
     centre, scale = _spread(profiles.cpu().numpy())
     standard = torch.from_numpy(standardised_profiles(profiles.cpu().numpy(), centre, scale))
     prior = stored_prior({name: tensor.detach().cpu() for name, tensor in shared.items()})
-    sources, inputs = _gathered(learner, shared, batches, standard, seed)
+    sources = gather(learner, shared, batches, standard)
+    chosen = torch.randperm(len(sources.inputs), generator=torch.Generator().manual_seed(seed))[:INPUTS]
+    inputs = sources.inputs[chosen]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     held = max(1, round(HELD_OUT * count))
     fit = _fit(prior, sources.rows(order[held:]), inputs, settings, seed, lambda share: tell(share * 0.45))
     out = sources.rows(order[:held])
     said = Fusion(fit.state).predict(out.profiles.float())
-    report = judge(prior, out.first, said.mean.double(), torch.arange(held) % 2 == 0)
+    report = judge(prior, out.first, said.mean.double())
     fit = _fit(prior, sources, inputs, settings, seed, lambda share: tell(0.5 + share * 0.5))
     arrays: dict[str, NDArray[Any]] = {FUSION + name: tensor.numpy() for name, tensor in fit.state.to_dict().items()}
     arrays |= {BASIS + name: shared[name].detach().cpu().numpy() for name in basis_names(learner)}
@@ -108,10 +113,8 @@ def _spread(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     return centre, np.where(scale > 1e-6 * (1e-6 + np.abs(centre)), scale, 1.0)
 
 
-def _gathered(
-    learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch], profiles: Tensor, seed: int
-) -> tuple[_Sources, Tensor]:
-    """The sources, and some of their inputs h [N, D]."""
+def gather(learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch], profiles: Tensor) -> Sources:
+    """Sources from users' samples, and profiles [n, d] in the same order."""
     parts, firsts, rewards, valids, inputs = [], [], [], [], []
     for batch in batches:
         h = learner.batch_heads(shared, batch).detach()
@@ -125,15 +128,13 @@ def _gathered(
         inputs.append(h[batch.valid].double().cpu())
     joined = Statistics.joined(parts)
     users = Statistics(joined.gram.cpu(), joined.moment.cpu(), joined.squares.cpu(), joined.events.cpu())
-    rows = torch.cat(inputs)
-    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:INPUTS]
     first = FirstRewards(torch.cat(firsts), torch.cat(rewards), torch.cat(valids))
-    return _Sources(profiles, users, first), rows[chosen]
+    return Sources(profiles, users, first, torch.cat(inputs))
 
 
 def _fit(
     prior: Prior,
-    sources: _Sources,
+    sources: Sources,
     inputs: Tensor,
     settings: FusionSettings | None,
     seed: int,
@@ -145,6 +146,6 @@ def _fit(
     weights = (1 - open_share).clamp_min(LEAST_WEIGHT)
     shape = NetShape((heads.shape[1], 1), offsets=False)
     return fit_fusion(
-        sources.profiles.float(), heads.float(), shape, settings, seed=seed, inputs=inputs.float(),
+        sources.profiles.float(), heads.float(), shape, settings or HEAD_SETTINGS, seed=seed, inputs=inputs.float(),
         weights=weights.float(), progress=progress,
     )  # fmt: skip
