@@ -49,7 +49,9 @@ class LocalLoop:
         samples_kept: int = 256,
         pool_max: int = 2_048,
         device: torch.device | None = None,
+        epochs: bool = True,
     ) -> None:
+        """Without epochs, what is shared stays as it is before anybody has played."""
         device = device or torch.device("cpu")
         self.layout = inputs
         learner = build_learner(settings, inputs.dimension)
@@ -57,6 +59,7 @@ class LocalLoop:
         self._seed = seed
         self._samples_kept = samples_kept
         self._pool_max = pool_max
+        self._epochs = epochs
         self._trainer = Trainer(learner, device, user_weight=settings.user_weight)
         self._served = ServedModel(learner, device, pool_max=pool_max, guests_max=pool_max)
         self._shared: State = {name: tensor.to(device) for name, tensor in learner.initial_shared().items()}
@@ -116,7 +119,7 @@ class LocalLoop:
         pupil = Pupil(user_id, version, kept, before.tensors if before else None, self._starts.get(user_id))
         self._publish([pupil], self._served.epoch_number)
         self._applied += 1
-        if self._trainer.learner.epoch_due(self._served.epoch_events, self._applied):
+        if self._epochs and self._trainer.learner.epoch_due(self._served.epoch_events, self._applied):
             self._advance()
         while self._served.refresh(BRIEFS_A_TURN):
             pass

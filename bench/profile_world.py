@@ -1,5 +1,4 @@
-"""Worlds whose users have profiles: one made so that the profile tells what a user likes, and MovieLens, where it hardly
-does.
+"""Worlds whose users have profiles: one where the profile tells what a user likes, and MovieLens, where it hardly does.
 
 A round belongs to a user and a number, so that all methods see the same ones in whatever order they ask.
 """
@@ -7,7 +6,7 @@ A round belongs to a user and a number, so that all methods see the same ones in
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Protocol, final
 
 import numpy as np
 
@@ -35,7 +34,7 @@ class ProfiledWorld(Protocol):
 
 @final
 class ProfileWorld:
-    """Tastes that follow profiles, along a smooth map that is not linear, and of which each user has a share of their own.
+    """Tastes that follow profiles along a smooth map that is not linear, up to what is each user's own.
 
     A profile τ is uniform in [−1, 1]³. The taste of its user is the unit vector along v(τ) + 0.2·ε, ε ~ N(0, I₄), with
     v(τ) the unit vector along Σ_j a_j sin(1.2·ω_jᵀτ + φ_j) over 6 waves: a_j ~ N(0, I₄), ω_j ~ N(0, I₃), φ_j uniform in
@@ -87,8 +86,3 @@ class RatedProfiles:
 def _unit(rows: Matrix) -> Matrix:
     unit: Matrix = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
     return unit
-
-
-#: Users of the profile world that teach, and that are new.
-SOURCES: Final = 200
-NEWCOMERS: Final = 200

@@ -4,12 +4,15 @@ Sources play first, in turn; then new users play their first rounds, in turn. Ev
 meta-learner. All but one of the ways begin where the same loop stands after the sources have played:
 
 - fusion: `train_warm_starts` with its guard, `WarmStarter.start` of the new user's profile;
+- fusion, unguarded: the same with blend 1 and trust ½, whatever the guard says;
 - meta prior: no starts, as the service treats users without a profile;
-- random initialisation: each new user alone with a learner of their own that has seen nobody, from epoch 0;
+- random initialisation: each new user alone with a learner that knows of nobody else: the untrained trunk (with a seed
+  of its own), the first prior and the standardisation of epoch 0, and no epoch after it;
 - nearest source, copied: samples, statistics and memory of the source with the nearest profile;
 - nearest source: that source's head as a start, as far as the guard blends and trusts it;
 - ridge: heads by linear regression on profiles, its penalty by cross-validation, as far as the guard blends and trusts;
-- profile in the context: no users at all, one network that sees arms and profiles, and played with the sources too.
+- profile in the context: one network for all, no users; it sees arms and profiles, and has played with the sources too;
+- profile in the context, users: the whole learner, heads of users and all, with the profile as context.
 """
 
 from __future__ import annotations
@@ -34,20 +37,25 @@ from models.posterior import PosteriorLearner, stored_prior
 from models.settings import named_settings
 from models.threads import one_thread
 from models.warm_start_guard import judge
-from models.warm_start_training import gather, train_warm_starts
+from models.warm_start_training import TrainedStarts, gather, train_warm_starts
 from models.warm_starts import GuardReport, WarmStarter
 
 Matrix = NDArray[np.float64]
 
 FUSION, PRIOR, RANDOM = "fusion", "meta prior", "random initialisation"
 COPIED, NEAREST, RIDGE = "nearest source, copied", "nearest source", "ridge"
-CONTEXT: Final = "profile in the context"
-METHODS: Final = (FUSION, PRIOR, RANDOM, COPIED, NEAREST, RIDGE, CONTEXT)
+CONTEXT, CONTEXT_USERS = "profile in the context", "profile in the context, users"
+UNGUARDED: Final = "fusion, unguarded"
+METHODS: Final = (FUSION, PRIOR, RANDOM, COPIED, NEAREST, RIDGE, CONTEXT, CONTEXT_USERS)
+#: What fusion is trusted where nothing guards it.
+BLIND_BLEND, BLIND_TRUST = 1.0, 0.5
 #: Rounds of a source and of a new user.
 SOURCE_ROUNDS, FIRST_ROUNDS = 60, 20
 #: Penalties of the ridge that cross-validation chooses from, and its parts.
 PENALTIES: Final = tuple(10.0**power for power in range(-3, 5))
 PARTS: Final = 5
+#: Seeds of learners of single users lie so far apart.
+MANY_USERS: Final = 100_000
 
 
 @final
@@ -74,6 +82,11 @@ class Contest:
         """The new users."""
         return range(self.sources, self.sources + self.newcomers)
 
+    @property
+    def profiles(self) -> tuple[Matrix, Matrix]:
+        """Of the sources and of the new users."""
+        return self.world.profiles[: self.sources], self.world.profiles[self.new]
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -91,38 +104,45 @@ def compete(contest: Contest, console: Console) -> Outcome:
 
 
 def _compete(contest: Contest, console: Console) -> Outcome:
-    taught = _loop(contest, {})
-    _play(taught, contest, range(contest.sources), contest.source_rounds, in_context=False)
+    taught = _loop(contest)
+    _play(taught, contest, range(contest.sources), contest.source_rounds)
+    heads = _Heads(contest, taught)
     regret: dict[str, list[float]] = {}
     guards: dict[str, GuardReport] = {}
     for method in contest.methods:
-        if method == RANDOM:
-            found = [
-                _play(_loop(contest, {"seed": user}), contest, [user], contest.first_rounds) for user in contest.new
-            ]
-            regret[method] = np.mean(found, axis=0).tolist()
-            continue
-        loop = deepcopy(taught)
-        if method == CONTEXT:
-            loop = _loop(contest, VARIANTS["shared-net"], in_context=True)
+        loop, in_context = taught, method in (CONTEXT, CONTEXT_USERS)
+        if in_context:
+            loop = _loop(contest, in_context=True, **(VARIANTS["shared-net"] if method == CONTEXT else {}))
             _play(loop, contest, range(contest.sources), contest.source_rounds, in_context=True)
-        elif method == COPIED:
-            for user, source in zip(contest.new, _nearest(contest), strict=True):
-                loop.copy_learner(_name(int(source)), _name(user))
-        elif method != PRIOR:
-            starts, guards[method] = _starts(taught, contest, method)
+        elif method != RANDOM:
+            loop = deepcopy(taught)
+        if method == COPIED:
+            sources = nearest_rows(*contest.profiles)
+            for user, source in zip(contest.new, sources.tolist(), strict=True):
+                loop.copy_learner(_name(source), _name(user))
+        elif method in (FUSION, UNGUARDED, NEAREST, RIDGE):
+            starts, guards[method] = heads.starts(method)
             for user, start in zip(contest.new, starts, strict=True):
                 loop.start(_name(user), start)
-        regret[method] = _play(loop, contest, contest.new, contest.first_rounds, in_context=method == CONTEXT).tolist()
-        console.print(f"  {method}: {sum(regret[method]):.2f}", highlight=False)
+        if method == RANDOM:
+            found = np.mean([_alone(contest, user) for user in contest.new], axis=0)
+        else:
+            found = _play(loop, contest, contest.new, contest.first_rounds, in_context=in_context)
+        regret[method] = found.tolist()
+        console.print(f"  {method}: {sum(regret[method]):.3f}", highlight=False)
     return Outcome(regret, guards)
+
+
+def _alone(contest: Contest, user: int) -> Matrix:
+    loop = _loop(contest, epochs=False, seed=contest.seed * MANY_USERS + user)
+    return _play(loop, contest, [user], contest.first_rounds)
 
 
 def _name(user: int) -> str:
     return f"user-{user}"
 
 
-def _loop(contest: Contest, overrides: dict[str, Any], *, in_context: bool = False) -> LocalLoop:
+def _loop(contest: Contest, *, in_context: bool = False, epochs: bool = True, **overrides: Any) -> LocalLoop:
     """The service's learner with the policy, the pool and the samples that it ships with."""
     shipped = shipped_settings()
     layout = infer_layout(
@@ -140,6 +160,7 @@ def _loop(contest: Contest, overrides: dict[str, Any], *, in_context: bool = Fal
         seed=contest.seed,
         samples_kept=shipped.samples_kept,
         pool_max=shipped.candidate_pool,
+        epochs=epochs,
     )
 
 
@@ -157,11 +178,6 @@ def _play(loop: LocalLoop, contest: Contest, users: Sequence[int], rounds: int, 
     return regret
 
 
-def _nearest(contest: Contest) -> NDArray[np.int64]:
-    """The source with the nearest profile in standard deviations, for each new user."""
-    return nearest_rows(contest.world.profiles[: contest.sources], contest.world.profiles[contest.new])
-
-
 def nearest_rows(sources: Matrix, profiles: Matrix) -> NDArray[np.int64]:
     """The rows of the sources [n, d] nearest to profiles [m, d], in standard deviations of the sources."""
     scale = np.where(sources.std(0) > 0, sources.std(0), 1.0)
@@ -169,31 +185,55 @@ def nearest_rows(sources: Matrix, profiles: Matrix) -> NDArray[np.int64]:
     return np.asarray(gaps.argmin(1), dtype=np.int64)
 
 
-def _starts(taught: LocalLoop, contest: Contest, method: str) -> tuple[list[Matrix], GuardReport]:
-    """What new users start with, and how far the guard trusts it."""
-    learner, shared, batch = taught.teaching(contest.teachers)
-    assert isinstance(learner, PosteriorLearner)
-    known, new = contest.world.profiles[: contest.sources], contest.world.profiles[contest.new]
-    if method == FUSION:
-        trained = train_warm_starts(
-            learner, shared, [batch], torch.from_numpy(known), seed=contest.seed, settings=contest.settings
-        )
-        starter = WarmStarter.from_arrays(learner, trained.arrays, known)
-        return [starter.start(profile) for profile in new], trained.report
-    foretell = ridge if method == RIDGE else _of_nearest
-    prior = stored_prior(shared)
-    sources = gather(learner, shared, [batch], torch.from_numpy(known))
-    heads = prior.posterior(sources.users.gram, sources.users.moment)[0].numpy()
-    # Every source's head from the profiles of others: what the guard is shown must not be known.
-    part = np.arange(len(known)) % PARTS
-    held = np.zeros_like(heads)
-    for number in range(PARTS):
-        held[part == number] = foretell(known[part != number], heads[part != number], known[part == number])
-    report = judge(prior, sources.first, torch.from_numpy(held))
-    mean = prior.mean.numpy()
-    found = mean + report.blend * (foretell(known, heads, new) - mean)
-    raw = learner.starts.raw({name: tensor.numpy() for name, tensor in shared.items()}, found)
-    return list(np.column_stack([raw, np.full(len(raw), report.trust)])), report
+@final
+class _Heads:
+    """What heads that the sources have learned say of those of new users."""
+
+    def __init__(self, contest: Contest, taught: LocalLoop) -> None:
+        learner, self._shared, self._batch = taught.teaching(contest.teachers)
+        if not isinstance(learner, PosteriorLearner):
+            raise TypeError("warm starts are of the default learner")
+        self._learner = learner
+        self._contest = contest
+        self._trained: TrainedStarts | None = None
+
+    def starts(self, method: str) -> tuple[list[Matrix], GuardReport]:
+        """What new users start with, and what the guard found."""
+        return self._fused(method) if method in (FUSION, UNGUARDED) else self._foretold(method)
+
+    def _fused(self, method: str) -> tuple[list[Matrix], GuardReport]:
+        known, new = self._contest.profiles
+        if self._trained is None:
+            self._trained = train_warm_starts(
+                self._learner,
+                self._shared,
+                [self._batch],
+                torch.from_numpy(known),
+                seed=self._contest.seed,
+                settings=self._contest.settings,
+            )
+        arrays = dict(self._trained.arrays)
+        if method == UNGUARDED:
+            arrays |= {"blend": np.array(BLIND_BLEND), "trust": np.array(BLIND_TRUST)}
+        starter = WarmStarter.from_arrays(self._learner, arrays, known)
+        return [starter.start(profile) for profile in new], self._trained.report
+
+    def _foretold(self, method: str) -> tuple[list[Matrix], GuardReport]:
+        known, new = self._contest.profiles
+        foretell = ridge if method == RIDGE else _of_nearest
+        prior = stored_prior(self._shared)
+        sources = gather(self._learner, self._shared, [self._batch], torch.from_numpy(known))
+        heads = prior.posterior(sources.users.gram, sources.users.moment)[0].numpy()
+        # Every source's head from the profiles of others: what the guard is shown must not be known.
+        part = np.arange(len(known)) % PARTS
+        held = np.zeros_like(heads)
+        for number in range(PARTS):
+            held[part == number] = foretell(known[part != number], heads[part != number], known[part == number])
+        report = judge(prior, sources.first, torch.from_numpy(held))
+        mean = prior.mean.numpy()
+        found = mean + report.blend * (foretell(known, heads, new) - mean)
+        raw = self._learner.starts.raw({name: tensor.numpy() for name, tensor in self._shared.items()}, found)
+        return list(np.column_stack([raw, np.full(len(raw), report.trust)])), report
 
 
 def _of_nearest(profiles: Matrix, heads: Matrix, asked: Matrix) -> Matrix:
