@@ -52,14 +52,43 @@ class ProfileProcesses(gpytorch.models.ApproximateGP):  # type: ignore[misc]
         return gpytorch.distributions.MultivariateNormal(self.mean_module(profiles), self.covar_module(profiles))
 
     def marginals(self, profiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances of q(g(τ)): profiles [n, d] → each [n, e]."""
-        found = self(profiles)
-        return found.mean.mT, found.variance.mT
+        """Means and variances of q(g(τ)): profiles [n, d] → each [n, e].
+
+        What calling the model gives, which would also take the covariances between profiles.
+        """
+        mean, spread = self._whitened()
+        cross = torch.linalg.solve_triangular(self._factor(), self._kernel(profiles), upper=False)  # [e, M, n]
+        found = self.mean_module.constant + (cross.mT @ mean[..., None]).squeeze(-1).mT
+        explained = cross.square().sum(-2) - (spread.mT @ cross).square().sum(-2)
+        return found, (self.covar_module.outputscale[:, None] - explained).mT
 
     def divergence(self) -> Tensor:
         """Σ KL(q(s) ‖ p(s)) over the processes."""
-        found: Tensor = self.variational_strategy.kl_divergence().sum()
+        mean, spread = self._whitened()
+        log_determinants = 2 * spread.diagonal(dim1=-2, dim2=-1).abs().log().sum()
+        return 0.5 * (spread.square().sum() + mean.square().sum() - mean.numel() - log_determinants)
+
+    def _whitened(self) -> tuple[Tensor, Tensor]:
+        """m [e, M] and C [e, M, M] of v."""
+        held = self.variational_strategy._variational_distribution
+        return held.variational_mean, held.chol_variational_covar.tril()
+
+    def _kernel(self, profiles: Tensor) -> Tensor:
+        """k(Z, τ): profiles [..., n, d] → [e, M, n]."""
+        lengths = self.covar_module.base_kernel.lengthscale  # [e, 1, d]
+        places, points = self.variational_strategy.inducing_points / lengths, profiles / lengths
+        squares = places.square().sum(-1)[..., None] + points.square().sum(-1)[..., None, :]
+        gaps = (squares - 2 * places @ points.mT).clamp_min(0)
+        found: Tensor = self.covar_module.outputscale[:, None, None] * (-0.5 * gaps).exp()
         return found
+
+    def _factor(self) -> Tensor:
+        """L: [e, M, M], in double precision, since near inducing inputs make K(Z, Z) all but singular."""
+        inducing = self.variational_strategy.inducing_points
+        jitter = gpytorch.settings.variational_cholesky_jitter.value(inducing.dtype)
+        gram = self._kernel(inducing).double()
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return torch.linalg.cholesky(gram + jitter * identity).to(inducing)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
@@ -67,13 +96,10 @@ class ProfileProcesses(gpytorch.models.ApproximateGP):  # type: ignore[misc]
 
         With k = k(Z, τ): mean = μ + kᵀ L⁻ᵀ m and variance = σ² − kᵀ L⁻ᵀ (I − C Cᵀ) L⁻¹ k.
         """
-        strategy = self.variational_strategy
-        inducing = strategy.inducing_points
-        whitened = strategy._variational_distribution
-        gram = self.covar_module(inducing).to_dense().double()
-        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        jitter = gpytorch.settings.variational_cholesky_jitter.value(inducing.dtype)
-        factor = torch.linalg.cholesky(gram + jitter * identity)  # [e, M, M]
+        inducing = self.variational_strategy.inducing_points
+        whitened = self.variational_strategy._variational_distribution
+        factor = self._factor().double()  # [e, M, M]
+        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
         turn = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False).mT  # L⁻ᵀ
         spread = whitened.chol_variational_covar.tril().double()
         weights = turn @ (identity - spread @ spread.mT) @ turn.mT

@@ -46,6 +46,8 @@ class Batch:
     weights: Tensor
     outputs: Tensor | None
     output_scale: Tensor | None
+    #: What the parameters of each count, [n]; all alike unless given.
+    held: Tensor | None = None
 
     def rows(self, index: Tensor) -> Batch:
         """A part of them."""
@@ -58,7 +60,11 @@ class Batch:
         )
 
     def between(self, other: Batch, share: Tensor) -> Batch:
-        """Sources as they would be on the way to others, row by row: all of this at share 1, of the other at 0."""
+        """Sources as they would be on the way to others, row by row: all of this at share 1, of the other at 0.
+
+        Where outputs count, parameters do so only of whole sources: halfway between two networks is a network that
+        computes something else than halfway between their outputs.
+        """
 
         def mixed(here: Tensor, there: Tensor) -> Tensor:
             return there + (here - there) * share.view(-1, *[1] * (here.dim() - 1))
@@ -71,6 +77,7 @@ class Batch:
             None
             if self.output_scale is None or other.output_scale is None
             else mixed(self.output_scale, other.output_scale),
+            None if self.outputs is None else (share == 1).to(share),
         )
 
 
@@ -170,6 +177,8 @@ class FusionModules(nn.Module):
         """Expected log-likelihood of each source, from samples [S, n, p] → [n]."""
         terms = (batch.nets - mean).square() / variance + (2 * math.pi * variance).log()
         found = -0.5 * self.parameter_weight * terms.sum(-1).mean(0)
+        if batch.held is not None:
+            found = found * batch.held
         if inputs is not None and batch.outputs is not None and batch.output_scale is not None:
             noise = self.log_output_noise.exp() + LEAST_OUTPUT_NOISE
             errors = (self.shape.outputs(mean, inputs) - batch.outputs) / batch.output_scale[:, None, None]

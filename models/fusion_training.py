@@ -7,6 +7,7 @@ are one tensor; only the assignments, one call each, go network by network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
@@ -24,6 +25,8 @@ from models.plain_net import NetShape, rescaled
 LEAST_OUTPUT_SCALE = 0.05
 #: Gradients longer than this are cut: the bound is steep where variances are small.
 CLIP = 100.0
+#: What log-likelihoods of parameters count beside those of outputs without hidden units, where both say the same.
+HEAD_PARAMETER_WEIGHT = 0.1
 #: Least standard deviation of parameters that training reckons with.
 LEAST_SCALE = 1e-4
 
@@ -39,8 +42,10 @@ class FusionSettings:
     #: Sources and draws of a gradient step.
     batch: int = 128
     samples: int = 2
-    #: Adam's first rate, which falls to none along a cosine.
-    rate: float = 1e-2
+    #: Adam's highest rate, reached within the first rounds, which falls to none along a cosine. Much higher ones lose
+    #: all that depends on the profile in some runs.
+    rate: float = 5e-3
+    warm_rounds: int = 2
     #: Gradient steps of a round, and rounds.
     round_steps: int = 50
     rounds: int = 30
@@ -54,11 +59,18 @@ class FusionSettings:
     first_rounds: tuple[int, int] = (3, 5)
     #: Least variance of a parameter in shares of its variance over the sources.
     least_variance: float = 0.05
-    #: What log-likelihoods of parameters count where those of outputs count too: they are the same evidence twice, and
-    #: how a source computes something is mostly its own affair.
-    parameter_weight: float = 0.1
+    #: What log-likelihoods of parameters count where those of outputs count too, with very many sources and with hidden
+    #: units: how sources compute something shows what they share only as far as many agree on it.
+    parameter_weight: float = 9.0
+    #: With so many sources half of it. The odd ways of few are learned by heart.
+    half_weight_sources: int = 400
     #: Half of the sources of a step are moved towards one of so many sources with the nearest profiles.
     vicinity: int = 3
+
+    def share_of_rate(self, step: int) -> float:
+        """How much of `rate` a gradient step takes."""
+        rise = (step + 1) / (1 + self.warm_rounds * self.round_steps)
+        return min(1.0, rise) * 0.5 * (1 + math.cos(math.pi * step / (self.rounds * self.round_steps)))
 
 
 @final
@@ -142,8 +154,17 @@ def _modules(batch: Batch, shape: NetShape, settings: FusionSettings, generator:
     variances = torch.zeros_like(counts, dtype=batch.nets.dtype).index_add(0, kinds, batch.nets.var(0)) / counts
     scale = variances.sqrt().clamp_min(LEAST_SCALE)[kinds]
     crossing = CrossingModule(batch.nets.mean(0), scale, kinds, settings.least_variance)
-    weight = 1.0 if batch.outputs is None else settings.parameter_weight
+    weight = _parameter_weight(shape, batch, settings)
     return FusionModules(shape, processes, crossing, weight).to(batch.nets)
+
+
+def _parameter_weight(shape: NetShape, batch: Batch, settings: FusionSettings) -> float:
+    """λ of the bound."""
+    if batch.outputs is None:
+        return 1.0
+    if len(shape.sizes) == 1:
+        return HEAD_PARAMETER_WEIGHT
+    return settings.parameter_weight * len(batch.nets) / (len(batch.nets) + settings.half_weight_sources)
 
 
 def _train(
@@ -155,8 +176,8 @@ def _train(
     progress: Callable[[float], None] | None,
 ) -> tuple[list[float], Tensor]:
     """All rounds; returns the bounds and the networks as last aligned."""
-    optimiser = torch.optim.Adam(modules.parameters(), lr=settings.rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.rounds * settings.round_steps)
+    optimiser = torch.optim.Adam(modules.parameters(), lr=settings.rate, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, settings.share_of_rate)
     aligns = settings.align and len(modules.shape.sizes) > 1
     sources, total = len(batch.nets), float(batch.weights.sum())
     size = min(settings.batch, sources)
