@@ -38,8 +38,9 @@ PARTS: Final = 3
 JUDGED: Final = 100
 #: Rewards of each user held out that are foretold.
 FIRST_REWARDS: Final = 20
-#: How heads are fused: they have no hidden units, and are learned sooner than networks are.
-HEAD_SETTINGS: Final = FusionSettings(rounds=10)
+#: How heads are fused. They are learned sooner than networks, whose units have to find their places, and before what is
+#: each source's own is learned by heart.
+HEAD_SETTINGS: Final = FusionSettings(rounds=6, rate=1e-2, warm_rounds=1)
 #: Inputs at which what heads say counts.
 INPUTS: Final = 64
 #: Least weight of a source, whose head is mostly the prior's.
