@@ -45,6 +45,17 @@ def movielens_ratings(folder: Path) -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=2)
+def movielens_profiles(folder: Path) -> NDArray[np.float64]:
+    """Users of MovieLens-100k in order of their ids: age, gender as ±1, and one column for each occupation."""
+    with gzip.open(_existing(folder, "movielens-100k-users.tsv.gz"), "rt") as file:
+        rows = np.loadtxt(file, skiprows=1, usecols=(0, 1, 2, 3), dtype=str)
+    rows = rows[np.argsort(rows[:, 0].astype(np.int64))]
+    occupations = np.unique(rows[:, 3])
+    age, gender = rows[:, 1].astype(np.float64), np.where(rows[:, 2] == "M", 1.0, -1.0)
+    return np.column_stack([age, gender, (rows[:, 3:] == occupations).astype(np.float64)])
+
+
+@lru_cache(maxsize=2)
 def yelp_entries(folder: Path) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     """Entries (user, item, ±1), user features and item features."""
     with np.load(_existing(folder, "yelp.npz"), allow_pickle=False) as arrays:

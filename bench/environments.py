@@ -224,31 +224,36 @@ def _rating_features(vectors: Matrix) -> Matrix:
 
 @final
 class RatedItems(Environment):
-    """The 300 most active MovieLens users as themselves: one film they gave 5 stars among nine they gave at most 3.
+    """The most active MovieLens users as themselves: one film they gave 5 stars among nine they gave at most 3.
 
     Arms are described by 12 factors of the item only; nothing in the context tells who asks.
     """
 
-    def __init__(self, ratings: Matrix, *, seed: int) -> None:
+    def __init__(self, ratings: Matrix, *, seed: int, most: int = SERVICE_USERS) -> None:
         self._random = np.random.default_rng(seed)
         rated = ratings > 0
         centred = np.where(rated, ratings - ratings.sum(1, keepdims=True) / rated.sum(1, keepdims=True), 0.0)
         _, values, right = np.linalg.svd(centred, full_matrices=False)
         factors = right[:SERVICE_FACTORS].T * np.sqrt(values[:SERVICE_FACTORS])
         self._items: Matrix = factors / factors.std(axis=0)
-        active = np.argsort(-rated.sum(1), kind="stable")[:SERVICE_USERS]
+        active = np.argsort(-rated.sum(1), kind="stable")[:most]
         loved = [np.flatnonzero(ratings[user] == 5) for user in active]
         plain = [np.flatnonzero(rated[user] & (ratings[user] <= 3)) for user in active]
-        pairs = [(a, b) for a, b in zip(loved, plain, strict=True) if len(a) > 2 and len(b) > IDLE_ARMS]
-        self._loved, self._plain = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        self.users = len(pairs)
+        fit = [place for place in range(len(active)) if len(loved[place]) > 2 and len(plain[place]) > IDLE_ARMS]
+        self._loved, self._plain = [loved[place] for place in fit], [plain[place] for place in fit]
+        #: Rows of the ratings, by user.
+        self.rows: Places = active[fit]
+        self.users = len(fit)
         self.dimension = SERVICE_FACTORS
 
     def next_round(self) -> Round:
-        user = int(self._random.integers(self.users))
-        plain = self._random.choice(self._plain[user], size=IDLE_ARMS, replace=False)
-        shown = np.append(plain, self._random.choice(self._loved[user]))
-        order = self._random.permutation(len(shown))
+        return self.round_of(int(self._random.integers(self.users)), self._random)
+
+    def round_of(self, user: int, random: np.random.Generator) -> Round:
+        """A round of one user."""
+        plain = random.choice(self._plain[user], size=IDLE_ARMS, replace=False)
+        shown = np.append(plain, random.choice(self._loved[user]))
+        order = random.permutation(len(shown))
         rewards = (order == IDLE_ARMS).astype(np.float64)
         return Round(user, self._items[shown[order]], rewards, rewards)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from models.exploration import Policy, decision_draws, draw_slate
 from models.features import FeatureLayout, assemble, infer_layout
-from models.learner import State
+from models.learner import Learner, State, UserBatch
 from models.presets import build_learner
 from models.settings import LearnerSettings
 from service.served import BRIEFS_A_TURN, ScoreRequest, ServedModel
@@ -49,7 +49,9 @@ class LocalLoop:
         samples_kept: int = 256,
         pool_max: int = 2_048,
         device: torch.device | None = None,
+        epochs: bool = True,
     ) -> None:
+        """Without epochs, what is shared stays as it is before anybody has played."""
         device = device or torch.device("cpu")
         self.layout = inputs
         learner = build_learner(settings, inputs.dimension)
@@ -57,10 +59,12 @@ class LocalLoop:
         self._seed = seed
         self._samples_kept = samples_kept
         self._pool_max = pool_max
+        self._epochs = epochs
         self._trainer = Trainer(learner, device, user_weight=settings.user_weight)
         self._served = ServedModel(learner, device, pool_max=pool_max, guests_max=pool_max)
         self._shared: State = {name: tensor.to(device) for name, tensor in learner.initial_shared().items()}
         self._samples: dict[str, list[Sample]] = {}
+        self._starts: dict[str, NDArray[np.float64]] = {}
         self._states: dict[str, UserState] = {}
         self._applied = 0
 
@@ -73,11 +77,36 @@ class LocalLoop:
     ) -> Choice:
         """One arm for a user; whoever is no longer held is loaded, as the service does."""
         inputs = assemble(self.layout, arms, context)
-        scores = self._served.score([ScoreRequest(user_id, inputs, self._states.get(user_id))])[0]
+        known = self._states.get(user_id) or self._started(user_id)
+        scores = self._served.score([ScoreRequest(user_id, inputs, known)])[0]
         slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, decision_draws(self._seed, decision_id))
         arm = slate.chosen[0]
         score = float(scores.mean[arm] + scores.bonus[arm])
         return Choice(arm, inputs[arm], scores.phi[arm], slate.propensities[0], score, scores.user_events)
+
+    def start(self, user_id: str, start: NDArray[np.float64]) -> None:
+        """Give a new user a warm start."""
+        self._starts[user_id] = start
+
+    def copy_learner(self, source: str, user_id: str) -> None:
+        """Give a new user all that a source has learned: what is fitted follows from samples."""
+        self._samples[user_id] = list(self._samples[source])
+        self._states[user_id] = replace(self._states[source], user_id=user_id)
+
+    def teaching(self, users: Sequence[str]) -> tuple[Learner, State, UserBatch]:
+        """The learner, its epoch and what these users' samples teach."""
+        pupils = [Pupil(user, len(self._samples[user]), self._samples[user], None) for user in users]
+        return self._trainer.learner, self._shared, self._trainer.batch(pupils)
+
+    def _started(self, user_id: str) -> UserState | None:
+        """The state of a user without events who has a warm start."""
+        if user_id not in self._starts:
+            return None
+        with torch.inference_mode():
+            given = torch.from_numpy(self._starts[user_id][None]).to(self._trainer.device)
+            states = self._trainer.learner.started(self._shared, given)
+        tensors = {name: np.asarray(tensor[0].cpu().numpy()) for name, tensor in states.items()}
+        return UserState(user_id, 0, 0, self._served.epoch_number, tensors)
 
     def learn(self, user_id: str, choice: Choice, reward: float) -> None:
         """Apply one event, and the epoch it makes due."""
@@ -87,10 +116,10 @@ class LocalLoop:
         del kept[: -self._samples_kept]
         before = self._states.get(user_id)
         version = (before.version if before else 0) + 1
-        pupil = Pupil(user_id, version, kept, before.tensors if before else None)
+        pupil = Pupil(user_id, version, kept, before.tensors if before else None, self._starts.get(user_id))
         self._publish([pupil], self._served.epoch_number)
         self._applied += 1
-        if self._trainer.learner.epoch_due(self._served.epoch_events, self._applied):
+        if self._epochs and self._trainer.learner.epoch_due(self._served.epoch_events, self._applied):
             self._advance()
         while self._served.refresh(BRIEFS_A_TURN):
             pass
@@ -118,9 +147,10 @@ class LocalLoop:
             ordered = sorted(self._samples)
             for start in range(0, len(ordered), USERS_PER_FIT):
                 users = ordered[start : start + USERS_PER_FIT]
-                self._publish(
-                    [Pupil(user, self._states[user].version, self._samples[user], None) for user in users], number
-                )
+                self._publish([self._pupil(user) for user in users], number)
+
+    def _pupil(self, user: str) -> Pupil:
+        return Pupil(user, self._states[user].version, self._samples[user], None, self._starts.get(user))
 
 
 def plain_layout(dimension: int) -> FeatureLayout:

@@ -21,7 +21,7 @@ from models.prior import Prior
 from models.warm_starts import GuardReport
 
 #: What is chosen from.
-BLENDS: Final = (0.25, 0.5, 0.75, 1.0, 1.25)
+BLENDS: Final = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
 TRUSTS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 #: Standard errors that the gain has to have.
 CLEAR: Final = 2.0
@@ -61,8 +61,9 @@ class FirstRewards:
         return losses
 
 
-def judge(prior: Prior, first: FirstRewards, heads: Tensor, half: Tensor) -> GuardReport:
-    """What fused heads [n, D] are worth to users held out; those of `half` [n] bool choose for the others."""
+def judge(prior: Prior, first: FirstRewards, heads: Tensor) -> GuardReport:
+    """What fused heads [n, D] are worth to users held out."""
+    half = torch.arange(len(heads)) % 2 == 0
     away = heads - prior.mean
     alone = first.losses(prior, away, (0.0,), (0.0,))[0, 0]  # [n]
     losses = first.losses(prior, away, TRUSTS, BLENDS).flatten(0, 1)  # [T·B, n]

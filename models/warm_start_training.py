@@ -1,7 +1,7 @@
 """Trains warm starts: a fusion model of users' heads by their profiles, and the guard that says how far to trust it.
 
 Sources are users with samples and a profile. Their heads are posteriors under the epoch's prior, from plain statistics:
-no warm start has a part in them, or fusion would be taught its own predictions. The guard holds a share of them out,
+no warm start has a part in them, or fusion would be taught its own predictions. The guard holds a part of them out,
 fits on the others, and asks how well what is fused from their profiles alone foresees the rewards that the ones held
 out earned first, against the prior (`models/warm_start_guard.py`).
 
@@ -31,11 +31,16 @@ from models.upkeep import sample_weights
 from models.warm_start_guard import FirstRewards, judge
 from models.warm_starts import BASIS, FUSION, GuardReport, basis_names, standardised_profiles
 
-#: Sources from which on a fusion model is worth fitting, and the share of them that is held out.
+#: Sources from which on a fusion model is worth fitting.
 LEAST_SOURCES: Final = 32
-HELD_OUT: Final = 0.3
+#: Sources are held out in so many parts, one part after the other until so many users are judged by.
+PARTS: Final = 3
+JUDGED: Final = 100
 #: Rewards of each user held out that are foretold.
 FIRST_REWARDS: Final = 20
+#: How heads are fused. They are learned sooner than networks, whose units have to find their places, and before what is
+#: each source's own is learned by heart.
+HEAD_SETTINGS: Final = FusionSettings(rounds=6, rate=1e-2, warm_rounds=1)
 #: Inputs at which what heads say counts.
 INPUTS: Final = 64
 #: Least weight of a source, whose head is mostly the prior's.
@@ -53,15 +58,16 @@ class TrainedStarts:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Sources:
-    """n users: standardised profiles [n, d], statistics, and their first rewards."""
+class Sources:
+    """n users: profiles [n, d], statistics, their first rewards, and the inputs h [N, D] of all they earned."""
 
     profiles: Tensor
     users: Statistics
     first: FirstRewards
+    inputs: Tensor
 
-    def rows(self, index: Tensor) -> _Sources:
-        return _Sources(self.profiles[index], self.users.rows(index), self.first.rows(index))
+    def rows(self, index: Tensor) -> Sources:
+        return Sources(self.profiles[index], self.users.rows(index), self.first.rows(index), self.inputs)
 
 
 def train_warm_starts(
@@ -86,20 +92,33 @@ def train_warm_starts(
     centre, scale = _spread(profiles.cpu().numpy())
     standard = torch.from_numpy(standardised_profiles(profiles.cpu().numpy(), centre, scale))
     prior = stored_prior({name: tensor.detach().cpu() for name, tensor in shared.items()})
-    sources, inputs = _gathered(learner, shared, batches, standard, seed)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    held = max(1, round(HELD_OUT * count))
-    fit = _fit(prior, sources.rows(order[held:]), inputs, settings, seed, lambda share: tell(share * 0.45))
-    out = sources.rows(order[:held])
-    said = Fusion(fit.state).predict(out.profiles.float())
-    report = judge(prior, out.first, said.mean.double(), torch.arange(held) % 2 == 0)
-    fit = _fit(prior, sources, inputs, settings, seed, lambda share: tell(0.5 + share * 0.5))
+    sources = gather(learner, shared, batches, standard)
+    chosen = torch.randperm(len(sources.inputs), generator=torch.Generator().manual_seed(seed))[:INPUTS]
+    inputs = sources.inputs[chosen]
+    part = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % PARTS
+    turns = min(PARTS, -(-JUDGED * PARTS // count))
+    held = torch.nonzero(part < turns).squeeze(1)
+    heads = torch.zeros(count, learner.head_size, dtype=torch.float64)
+    novelty = torch.zeros(count, dtype=torch.float64)
+    for turn in range(turns):
+        out = part == turn
+        others = sources.rows(torch.nonzero(~out).squeeze(1))
+        fit = _fit(prior, others, inputs, settings, seed, _share(tell, turn, turns + 1))
+        said = Fusion(fit.state).predict(standard[out].float())
+        heads[out], novelty[out] = said.mean.double(), said.novelty.double()
+    report = judge(prior, sources.first.rows(held), heads[held])
+    fit = _fit(prior, sources, inputs, settings, seed, _share(tell, turns, turns + 1))
     arrays: dict[str, NDArray[Any]] = {FUSION + name: tensor.numpy() for name, tensor in fit.state.to_dict().items()}
     arrays |= {BASIS + name: shared[name].detach().cpu().numpy() for name in basis_names(learner)}
     arrays |= {"profile_centre": centre, "profile_scale": scale, "prior_mean": prior.mean.numpy()}
-    novelty = float(said.novelty.median())
-    arrays |= {"blend": np.array(report.blend), "trust": np.array(report.trust), "novelty": np.array(novelty)}
+    guarded = {"blend": report.blend, "trust": report.trust, "novelty": float(novelty[held].median())}
+    arrays |= {name: np.array(value) for name, value in guarded.items()}
     return TrainedStarts(arrays, report)
+
+
+def _share(tell: Callable[[float], None], done: int, total: int) -> Callable[[float], None]:
+    """Tells the share done of one fit after so many others."""
+    return lambda share: tell((done + share) / total)
 
 
 def _spread(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -108,10 +127,8 @@ def _spread(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     return centre, np.where(scale > 1e-6 * (1e-6 + np.abs(centre)), scale, 1.0)
 
 
-def _gathered(
-    learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch], profiles: Tensor, seed: int
-) -> tuple[_Sources, Tensor]:
-    """The sources, and some of their inputs h [N, D]."""
+def gather(learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch], profiles: Tensor) -> Sources:
+    """Sources from users' samples, and profiles [n, d] in the same order."""
     parts, firsts, rewards, valids, inputs = [], [], [], [], []
     for batch in batches:
         h = learner.batch_heads(shared, batch).detach()
@@ -125,15 +142,13 @@ def _gathered(
         inputs.append(h[batch.valid].double().cpu())
     joined = Statistics.joined(parts)
     users = Statistics(joined.gram.cpu(), joined.moment.cpu(), joined.squares.cpu(), joined.events.cpu())
-    rows = torch.cat(inputs)
-    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:INPUTS]
     first = FirstRewards(torch.cat(firsts), torch.cat(rewards), torch.cat(valids))
-    return _Sources(profiles, users, first), rows[chosen]
+    return Sources(profiles, users, first, torch.cat(inputs))
 
 
 def _fit(
     prior: Prior,
-    sources: _Sources,
+    sources: Sources,
     inputs: Tensor,
     settings: FusionSettings | None,
     seed: int,
@@ -145,6 +160,6 @@ def _fit(
     weights = (1 - open_share).clamp_min(LEAST_WEIGHT)
     shape = NetShape((heads.shape[1], 1), offsets=False)
     return fit_fusion(
-        sources.profiles.float(), heads.float(), shape, settings, seed=seed, inputs=inputs.float(),
+        sources.profiles.float(), heads.float(), shape, settings or HEAD_SETTINGS, seed=seed, inputs=inputs.float(),
         weights=weights.float(), progress=progress,
     )  # fmt: skip

@@ -1,0 +1,143 @@
+"""The parts of `metaban bench fusion` about new users: a world where profiles tell what they like, and MovieLens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.data import DataMissing
+from bench.profile_world import ProfileWorld, RatedProfiles
+from bench.report import Bar
+from bench.warm_starts import (
+    CONTEXT,
+    COPIED,
+    FIRST_ROUNDS,
+    FUSION,
+    NEAREST,
+    PRIOR,
+    RANDOM,
+    RIDGE,
+    SOURCE_ROUNDS,
+    UNGUARDED,
+    Contest,
+    Outcome,
+    compete,
+)
+
+#: Users of the profile world that teach, and that are new; of MovieLens, half of all are sources.
+SOURCES, NEWCOMERS = 200, 200
+#: What fusion's regret may be at most, as a share of others'.
+PROFILE_LIMITS: Final = {PRIOR: 0.7, RANDOM: 0.5, COPIED: 1.0, NEAREST: 1.0, RIDGE: 1.03, CONTEXT: 1.03}
+MOVIELENS_LIMITS: Final = {PRIOR: 1.01}
+#: A quick look: users, and rounds of sources.
+QUICK_USERS, QUICK_ROUNDS = 40, 20
+
+
+class StartPlan(Protocol):
+    """What a plan says of these parts."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """One run each."""
+
+    @property
+    def data(self) -> Path | None:
+        """Where data sets are."""
+
+
+def measure_profiles(plan: StartPlan, *, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+    """First rounds of new users where profiles tell what they like."""
+    count = QUICK_USERS if quick else SOURCES
+    outcomes = []
+    for seed in plan.seeds:
+        world = ProfileWorld(seed=seed, users=count + (QUICK_USERS if quick else NEWCOMERS))
+        console.print(f"profiles, seed {seed}", highlight=False)
+        contest = Contest(world, count, world.users - count, seed, QUICK_ROUNDS if quick else SOURCE_ROUNDS)
+        outcomes.append(compete(contest, console))
+    results = summary(outcomes)
+    return results, start_bars("profiles", results, PROFILE_LIMITS, quick=quick)
+
+
+def measure_movielens(plan: StartPlan, *, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+    """First rounds of MovieLens users with age, gender and occupation."""
+    outcomes = []
+    for seed in plan.seeds:
+        try:
+            world = RatedProfiles(seed=seed, data=plan.data)
+        except DataMissing as missing:
+            console.print(f"skipped movielens: {missing}", highlight=False, markup=False, soft_wrap=True)
+            return {"skipped": str(missing)}, []
+        console.print(f"movielens, seed {seed}", highlight=False)
+        count = QUICK_USERS if quick else world.users // 2
+        newcomers = QUICK_USERS if quick else world.users - count
+        rounds = QUICK_ROUNDS if quick else SOURCE_ROUNDS
+        contest = Contest(world, count, newcomers, seed, rounds, methods=(PRIOR, FUSION, UNGUARDED))
+        outcomes.append(compete(contest, console))
+    results = summary(outcomes)
+    return results, start_bars("movielens", results, MOVIELENS_LIMITS, quick=quick)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Regret of a new user's first rounds over seeds, by method and by round, and what guards found."""
+    methods: dict[str, Any] = {}
+    for name in outcomes[0].regret:
+        rounds = np.array([outcome.regret[name] for outcome in outcomes])  # [seeds, rounds]
+        totals = rounds.sum(1)
+        methods[name] = {
+            "mean": float(totals.mean()),
+            "sd": float(totals.std(ddof=1)) if len(totals) > 1 else 0.0,
+            "values": totals.tolist(),
+            "rounds": rounds.mean(0).tolist(),
+        }
+    guards = {name: [outcome.guards[name].to_json() for outcome in outcomes] for name in outcomes[0].guards}
+    return {"methods": methods, "guards": guards}
+
+
+def start_bars(part: str, results: Mapping[str, Any], limits: Mapping[str, float], *, quick: bool) -> list[Bar]:
+    """Fusion's regret over others'."""
+    methods, note = results["methods"], ", quick" if quick else ""
+    return [
+        Bar(f"{part}: regret of fusion / {name}{note}", methods[FUSION]["mean"] / methods[name]["mean"], "<=", limit)
+        for name, limit in limits.items()
+    ]
+
+
+def print_starts(part: str, results: Mapping[str, Any], console: Console) -> None:
+    """A table, least regret first, and the guards' verdicts."""
+    if "methods" not in results:
+        return
+    table = Table(f"{part}: regret of the first {FIRST_ROUNDS} rounds", "mean", "sd", box=None, pad_edge=False)
+    methods = results["methods"]
+    for name in sorted(methods, key=lambda name: methods[name]["mean"]):
+        table.add_row(name, f"{methods[name]['mean']:.3f}", f"{methods[name]['sd']:.3f}")
+    console.print(table)
+    for report in results["guards"].get(FUSION, []):
+        console.print(
+            f"guard: {report['verdict']}, blend {report['blend']:.2f}, trust {report['trust']:.2f}; gain "
+            f"{report['gain']:.3f} ± {report['gain_error']:.3f} nats a user over {report['held_out']} held out",
+            highlight=False,
+        )
+
+
+def plot_starts(part: str, results: Mapping[str, Any], folder: Path) -> None:
+    """Regret summed over the rounds, by method."""
+    from matplotlib.figure import Figure
+
+    if "methods" not in results:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    methods = results["methods"]
+    for name in sorted(methods, key=lambda name: -methods[name]["mean"]):
+        summed = np.cumsum(methods[name]["rounds"])
+        axes.plot(range(1, len(summed) + 1), summed, label=name, lw=2.4 if name == FUSION else 1.2)
+    axes.set(xlabel="round of a new user", ylabel="regret so far", title=part)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(folder / f"fusion-{part}.png", dpi=150)

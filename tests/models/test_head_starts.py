@@ -1,0 +1,247 @@
+"""Warm starts of heads: what they make of the prior, and that they mean the same after inputs are standardised anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.arrays import as_arrays
+from models.head_starts import REACH, TRUST_MAX
+from models.learner import State
+from models.metaban import PaperLearner
+from models.posterior import PosteriorLearner, stored_prior
+from models.settings import MetaBanSettings, PosteriorSettings
+from tests.models.posterior_worlds import batch_of, generator_of, kinds
+
+#: Inputs with products, without, and so many that heads see directions of them only.
+WIDTHS = (3, 12, 60)
+
+
+def build(inputs: int, **changes: object) -> PosteriorLearner:
+    return PosteriorLearner(replace(PosteriorSettings(memory_samples=4), **changes), inputs, torch.float64)
+
+
+def taught(learner: PosteriorLearner, shared: State | None = None, seed: int = 0, events: int = 512) -> State:
+    """An epoch from users of two kinds, inputs of which are moved and stretched."""
+    people = kinds(learner, 12, 16, generator_of(seed))
+    stretch = torch.linspace(0.5, 3, learner.inputs_expected, dtype=torch.float64)
+    people = [replace(person, features=person.features * stretch + seed + stretch) for person in people]
+    return learner.derive(shared or learner.initial_shared(), [batch_of(people)], events // 2, events)
+
+
+def start_of(learner: PosteriorLearner, shared: State, head: Tensor, trust: float) -> Tensor:
+    raw = learner.starts.raw(shared, head)
+    return torch.cat([raw, torch.full((len(raw), 1), trust, dtype=torch.float64)], 1)
+
+
+def head_near(learner: PosteriorLearner, shared: State, count: int, seed: int) -> Tensor:
+    """Heads drawn from the prior."""
+    drawn = torch.randn(count, learner.head_size, generator=generator_of(seed), dtype=torch.float64)
+    return shared["prior_mean"] + drawn @ torch.linalg.cholesky(shared["prior_covariance"]).mT
+
+
+def inputs_of(learner: PosteriorLearner, shared: State, arms: Tensor, predicted: Tensor) -> Tensor:
+    """h of raw arms, nothing being taken out of them."""
+    z = (arms - shared["mean"]) / shared["scale"]
+    return learner.inputs.heads(shared, z, predicted)
+
+
+@pytest.mark.parametrize("trust", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("inputs", WIDTHS)
+def test_a_start_is_another_prior(inputs: int, trust: float) -> None:
+    """Statistics of starts and samples under N(μ, Σ) against conditioning N(m, (1 − t)Σ) on the samples."""
+    learner = build(inputs, groups=False)
+    shared = taught(learner)
+    prior = stored_prior(shared)
+    heads = head_near(learner, shared, 2, 1)
+    people = kinds(learner, 2, 5, generator_of(7))
+    batch = replace(batch_of(people), starts=start_of(learner, shared, heads, trust))
+    states = learner.fit(shared, batch, {})
+    found, covariance = prior.posterior(states["gram"], states["moment"])
+    h = learner.batch_heads(shared, batch).numpy()
+    for user, head in enumerate(heads.numpy()):
+        spread = (1 - trust) * shared["prior_covariance"].numpy()
+        joint = h[user] @ spread  # covariance of rewards and coefficients
+        of_rewards = joint @ h[user].T + float(prior.noise) * np.eye(5)
+        gain = np.linalg.solve(of_rewards, joint).T
+        expected = head + gain @ (batch.rewards[user].numpy() - h[user] @ head)
+        np.testing.assert_allclose(found[user].numpy(), expected, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(covariance[user].numpy(), spread - gain @ joint, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(states["head"][user].numpy(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("inputs", WIDTHS)
+def test_who_has_seen_nothing_is_believed_to_be_as_started(inputs: int, groups: bool) -> None:
+    learner = build(inputs, groups=groups)
+    shared = taught(learner)
+    heads = head_near(learner, shared, 3, 2)
+    states = learner.started(shared, start_of(learner, shared, heads, 0.6))
+    mean, covariance = stored_prior(shared).posterior(states["gram"], states["moment"])
+    torch.testing.assert_close(mean, heads, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(covariance, (0.4 * shared["prior_covariance"]).expand_as(covariance))
+    assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
+    if not groups:
+        torch.testing.assert_close(states["head"], heads, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("inputs", WIDTHS)
+def test_in_numpy_as_in_torch(inputs: int) -> None:
+    learner = build(inputs)
+    shared = taught(learner)
+    starts = start_of(learner, shared, head_near(learner, shared, 3, 2), 0.6)
+    batch = replace(batch_of(kinds(learner, 3, 5, generator_of(7))), starts=starts)
+    plain = replace(batch, **{name: getattr(batch, name).numpy() for name in batch.__dataclass_fields__})
+    for found, expected in (
+        (learner.started(as_arrays(shared), starts.numpy()), learner.started(shared, starts)),
+        (learner.fit(as_arrays(shared), plain, {}), learner.fit(shared, batch, {})),
+    ):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("inputs", [3, 12])
+def test_a_start_says_the_same_of_arms_after_inputs_are_standardised_anew(inputs: int) -> None:
+    learner = build(inputs)
+    before = taught(learner)
+    after = taught(learner, before, seed=5, events=1_024)
+    assert not torch.equal(before["mean"], after["mean"])
+    heads = head_near(learner, before, 4, 3)
+    raw = learner.starts.raw(before, heads)
+    torch.testing.assert_close(learner.starts.heads(before, raw), heads)
+    arms = 3 * torch.randn(9, inputs, generator=generator_of(4), dtype=torch.float64) + 2
+    predicted = torch.rand(9, generator=generator_of(5), dtype=torch.float64)
+    said = [
+        inputs_of(learner, shared, arms, predicted) @ learner.starts.heads(shared, raw).mT for shared in (before, after)
+    ]
+    torch.testing.assert_close(said[1], said[0])
+
+
+def test_wide_inputs_are_projected() -> None:
+    """A start survives in its own directions as it is, and in others as the nearest that these can say."""
+    learner = build(60)
+    before = taught(learner)
+    after = taught(learner, before, seed=5, events=1_024)
+    heads = head_near(learner, before, 4, 3)
+    raw = learner.starts.raw(before, heads)
+    torch.testing.assert_close(learner.starts.heads(before, raw), heads)
+    # Least squares over many arms that vary as those the directions were taken from.
+    values = 1 / after["directions"].square().sum(0)  # variances of principal directions
+    axes = after["directions"] * values.sqrt()
+    drawn = torch.randn(20_000, len(values), generator=generator_of(1), dtype=torch.float64) * values.sqrt()
+    z = drawn @ axes.mT
+    arms, nothing = z * after["scale"] + after["mean"], torch.zeros(len(z), dtype=torch.float64)
+    wanted = (inputs_of(learner, before, arms, nothing) @ heads.mT).numpy()
+    h = inputs_of(learner, after, arms, nothing).numpy()[:, :-1]
+    best = np.linalg.lstsq(h, wanted, rcond=None)[0].T
+    np.testing.assert_allclose(learner.starts.heads(after, raw)[:, :-1].numpy(), best, atol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", WIDTHS)
+def test_without_trust_a_user_is_newborn(inputs: int) -> None:
+    learner = build(inputs)
+    shared = taught(learner)
+    starts = start_of(learner, shared, head_near(learner, shared, 1, 2), 0.0)
+    for name, value in learner.started(shared, starts).items():
+        assert torch.equal(value[0], learner.newborn(shared)[name])
+    batch = batch_of(kinds(learner, 1, 5, generator_of(7)))
+    for name, value in learner.fit(shared, replace(batch, starts=starts), {}).items():
+        assert torch.equal(value, learner.fit(shared, batch, {})[name])
+
+
+def test_learners_that_take_no_starts_ignore_them() -> None:
+    learner = PaperLearner(MetaBanSettings(), 4)
+    shared = learner.initial_shared()
+    states = learner.started(shared, torch.zeros(3, learner.start_size, dtype=torch.float64))
+    for name, value in learner.newborn(shared).items():
+        assert states[name].shape == (3, *value.shape)
+        assert torch.equal(states[name][2], value)
+
+
+def test_many_events_wash_a_start_out() -> None:
+    learner = build(3, groups=False)
+    shared = taught(learner)
+    wrong = start_of(learner, shared, head_near(learner, shared, 1, 8) + 1, 0.8)
+    arms = learner.batch_heads(shared, batch_of(kinds(learner, 1, 4_096, generator_of(3))))[0]
+    gaps = []
+    for samples in (0, 8, 64, 4_096):
+        batch = batch_of(kinds(learner, 1, samples, generator_of(3)))
+        moved = learner.fit(shared, replace(batch, starts=wrong), {})["head"] - learner.fit(shared, batch, {})["head"]
+        gaps.append(float((arms @ moved[0]).square().mean().sqrt()))
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < 0.1 * gaps[0]
+
+
+def test_starts_do_not_reach_what_is_shared() -> None:
+    learner = build(3)
+    batch = batch_of(kinds(learner, 12, 16, generator_of(0)))
+    shared = learner.initial_shared()
+    starts = start_of(learner, shared, head_near(learner, shared, 12, 2), 0.9)
+    expected = learner.derive(shared, [batch], 256, 512)
+    for name, value in learner.derive(shared, [replace(batch, starts=starts)], 256, 512).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("absurd", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_no_start(absurd: float) -> None:
+    learner = build(3)
+    shared = taught(learner)
+    starts = start_of(learner, shared, head_near(learner, shared, 2, 2), 0.5)
+    starts[0, 1] = absurd
+    states = learner.started(shared, starts)
+    for name, value in learner.newborn(shared).items():
+        assert torch.equal(states[name][0], value)
+    assert bool(states["gram"][1].any())
+
+
+def test_absurd_starts_stay_within_reach_of_the_prior() -> None:
+    """Raw coefficients that were sound for small inputs may mean anything where inputs are large."""
+    learner = build(3, groups=False)
+    shared = taught(learner)
+    starts = torch.full((1, learner.start_size), 1e30, dtype=torch.float64)
+    head = learner.started(shared, starts)["head"]
+    away = (head - shared["prior_mean"]).abs() / shared["prior_covariance"].diagonal().sqrt()
+    assert float(away.max()) <= REACH * (1 + 1e-6)
+    starts[:, -1] = 2.0  # no share of a variance
+    mean, covariance = stored_prior(shared).posterior(*learner.starts.statistics(shared, stored_prior(shared), starts))
+    torch.testing.assert_close(covariance[0], (1 - TRUST_MAX) * shared["prior_covariance"])
+    assert bool(mean.isfinite().all())
+
+
+@pytest.mark.parametrize("constant", [0.0, 1.0, 1e9, 1e30])
+def test_constant_and_huge_inputs_do_no_harm(constant: float) -> None:
+    """What heads make of a column that does not vary is rounding; the rest of a start is kept."""
+    learner = build(3)
+    basis = {
+        "mean": torch.tensor([1.0, constant, 1e5], dtype=torch.float64),
+        "scale": torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64),
+    }
+    heads = torch.randn(2, learner.head_size, generator=generator_of(0), dtype=torch.float64)
+    raw = learner.starts.raw(basis, heads)
+    assert bool(raw.isfinite().all())
+    z = torch.randn(6, 3, generator=generator_of(1), dtype=torch.float64)
+    z[:, 1] = 0
+    h = learner.inputs.heads(basis, z, torch.zeros(6, dtype=torch.float64))
+    again = learner.starts.heads(basis, raw)
+    assert bool(again.isfinite().all())
+    torch.testing.assert_close(h @ again.mT, h @ heads.mT, atol=1e-4, rtol=1e-4)
+
+
+def test_an_epoch_without_events_takes_starts() -> None:
+    learner = build(3)
+    shared = learner.initial_shared()
+    heads = head_near(learner, shared, 2, 1)
+    states = learner.started(shared, start_of(learner, shared, heads, 0.5))
+    torch.testing.assert_close(states["head"], heads, rtol=1e-6, atol=1e-8)
+
+
+def test_noted_predictions_stay_what_they_are() -> None:
+    """The trunk's prediction is no input: its coefficient is the same in every basis."""
+    learner = build(3)
+    shared = taught(learner)
+    heads = head_near(learner, shared, 2, 1)
+    assert torch.equal(learner.starts.raw(shared, heads)[:, -1], heads[:, -1])
