@@ -165,7 +165,9 @@ def fusion(
     """Learners for new profiles out of those of others, before and after a few points, against other warm starts.
 
     [bold]sine[/]: networks for y = a sin(x + b), with 800 of the model-fusion authors' networks as sources, and with
-    five sources a band and targets in the gaps between them. [bold]timing[/]: how long training takes.
+    five sources a band and targets in the gaps between them. [bold]profiles[/]: first rounds of new users in a world
+    where profiles tell what they like. [bold]movielens[/]: the same with age, gender and occupation, which tell little.
+    [bold]timing[/]: how long training takes, and a warm start.
     """
     from bench.fusion import PARTS, measure_fusion
     from bench.fusion_plan import FusionPlan

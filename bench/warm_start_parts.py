@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from bench.data import DataMissing
+from bench.fusion_plan import FusionPlan
 from bench.profile_world import ProfileWorld, RatedProfiles
 from bench.report import Bar
 from bench.warm_starts import (
@@ -38,19 +39,7 @@ MOVIELENS_LIMITS: Final = {PRIOR: 1.01}
 QUICK_USERS, QUICK_ROUNDS = 40, 20
 
 
-class StartPlan(Protocol):
-    """What a plan says of these parts."""
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """One run each."""
-
-    @property
-    def data(self) -> Path | None:
-        """Where data sets are."""
-
-
-def measure_profiles(plan: StartPlan, *, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+def measure_profiles(plan: FusionPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """First rounds of new users where profiles tell what they like."""
     count = QUICK_USERS if quick else SOURCES
     outcomes = []
@@ -59,11 +48,10 @@ def measure_profiles(plan: StartPlan, *, quick: bool, console: Console) -> tuple
         console.print(f"profiles, seed {seed}", highlight=False)
         contest = Contest(world, count, world.users - count, seed, QUICK_ROUNDS if quick else SOURCE_ROUNDS)
         outcomes.append(compete(contest, console))
-    results = summary(outcomes)
-    return results, start_bars("profiles", results, PROFILE_LIMITS, quick=quick)
+    return _told("profiles", summary(outcomes), PROFILE_LIMITS, plan, quick, console)
 
 
-def measure_movielens(plan: StartPlan, *, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+def measure_movielens(plan: FusionPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """First rounds of MovieLens users with age, gender and occupation."""
     outcomes = []
     for seed in plan.seeds:
@@ -78,8 +66,16 @@ def measure_movielens(plan: StartPlan, *, quick: bool, console: Console) -> tupl
         rounds = QUICK_ROUNDS if quick else SOURCE_ROUNDS
         contest = Contest(world, count, newcomers, seed, rounds, methods=(PRIOR, FUSION, UNGUARDED))
         outcomes.append(compete(contest, console))
-    results = summary(outcomes)
-    return results, start_bars("movielens", results, MOVIELENS_LIMITS, quick=quick)
+    return _told("movielens", summary(outcomes), MOVIELENS_LIMITS, plan, quick, console)
+
+
+def _told(
+    part: str, results: dict[str, Any], limits: Mapping[str, float], plan: FusionPlan, quick: bool, console: Console
+) -> tuple[dict[str, Any], list[Bar]]:
+    _print(part, results, console)
+    if plan.plot is not None:
+        _plot(part, results, plan.plot)
+    return results, start_bars(part, results, limits, quick=quick)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -107,10 +103,8 @@ def start_bars(part: str, results: Mapping[str, Any], limits: Mapping[str, float
     ]
 
 
-def print_starts(part: str, results: Mapping[str, Any], console: Console) -> None:
+def _print(part: str, results: Mapping[str, Any], console: Console) -> None:
     """A table, least regret first, and the guards' verdicts."""
-    if "methods" not in results:
-        return
     table = Table(f"{part}: regret of the first {FIRST_ROUNDS} rounds", "mean", "sd", box=None, pad_edge=False)
     methods = results["methods"]
     for name in sorted(methods, key=lambda name: methods[name]["mean"]):
@@ -124,12 +118,10 @@ def print_starts(part: str, results: Mapping[str, Any], console: Console) -> Non
         )
 
 
-def plot_starts(part: str, results: Mapping[str, Any], folder: Path) -> None:
+def _plot(part: str, results: Mapping[str, Any], folder: Path) -> None:
     """Regret summed over the rounds, by method."""
     from matplotlib.figure import Figure
 
-    if "methods" not in results:
-        return
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
