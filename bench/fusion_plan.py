@@ -25,9 +25,20 @@ class FusionPlan:
     #: Sources and targets of the paper protocol; all unless said.
     size: int | None = None
     timed_nets: int = 1_000
+    #: Users who teach, users who are new, and rounds of each of them, where profiles tell what users like.
+    teachers: int = 200
+    newcomers: int = 200
+    source_rounds: int = 60
+    first_rounds: int = 20
+    #: Users of MovieLens on each side; half of all unless said.
+    raters: int | None = None
+    #: Sources of the warm starts that are timed, and starts.
+    start_sources: int = 200
+    starts: int = 2_000
 
     def quick(self) -> FusionPlan:
         """Under two minutes."""
         settings = replace(self.settings, rounds=12)
         small = replace(self, settings=settings, net_steps=500, meta_steps=200, size=100, timed_nets=100)
+        small = replace(small, teachers=40, newcomers=40, source_rounds=20, raters=40, starts=200)
         return replace(small, seeds=self.seeds[:1])

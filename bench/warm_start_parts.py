@@ -17,36 +17,29 @@ from bench.report import Bar
 from bench.warm_starts import (
     CONTEXT,
     COPIED,
-    FIRST_ROUNDS,
     FUSION,
     NEAREST,
     PRIOR,
     RANDOM,
     RIDGE,
-    SOURCE_ROUNDS,
     UNGUARDED,
     Contest,
     Outcome,
     compete,
 )
 
-#: Users of the profile world that teach, and that are new; of MovieLens, half of all are sources.
-SOURCES, NEWCOMERS = 200, 200
 #: What fusion's regret may be at most, as a share of others'.
 PROFILE_LIMITS: Final = {PRIOR: 0.7, RANDOM: 0.5, COPIED: 1.0, NEAREST: 1.0, RIDGE: 1.03, CONTEXT: 1.03}
 MOVIELENS_LIMITS: Final = {PRIOR: 1.01}
-#: A quick look: users, and rounds of sources.
-QUICK_USERS, QUICK_ROUNDS = 40, 20
 
 
 def measure_profiles(plan: FusionPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """First rounds of new users where profiles tell what they like."""
-    count = QUICK_USERS if quick else SOURCES
     outcomes = []
     for seed in plan.seeds:
-        world = ProfileWorld(seed=seed, users=count + (QUICK_USERS if quick else NEWCOMERS))
+        world = ProfileWorld(seed=seed, users=plan.teachers + plan.newcomers)
         console.print(f"profiles, seed {seed}", highlight=False)
-        contest = Contest(world, count, world.users - count, seed, QUICK_ROUNDS if quick else SOURCE_ROUNDS)
+        contest = Contest(world, plan.teachers, plan.newcomers, seed, plan.source_rounds, plan.first_rounds)
         outcomes.append(compete(contest, console))
     return _told("profiles", summary(outcomes), PROFILE_LIMITS, plan, quick, console)
 
@@ -61,10 +54,10 @@ def measure_movielens(plan: FusionPlan, quick: bool, console: Console) -> tuple[
             console.print(f"skipped movielens: {missing}", highlight=False, markup=False, soft_wrap=True)
             return {"skipped": str(missing)}, []
         console.print(f"movielens, seed {seed}", highlight=False)
-        count = QUICK_USERS if quick else world.users // 2
-        newcomers = QUICK_USERS if quick else world.users - count
-        rounds = QUICK_ROUNDS if quick else SOURCE_ROUNDS
-        contest = Contest(world, count, newcomers, seed, rounds, methods=(PRIOR, FUSION, UNGUARDED))
+        teachers = plan.raters or world.users // 2
+        newcomers = plan.raters or world.users - teachers
+        rounds = plan.source_rounds, plan.first_rounds
+        contest = Contest(world, teachers, newcomers, seed, *rounds, methods=(PRIOR, FUSION, UNGUARDED))
         outcomes.append(compete(contest, console))
     return _told("movielens", summary(outcomes), MOVIELENS_LIMITS, plan, quick, console)
 
@@ -105,8 +98,8 @@ def start_bars(part: str, results: Mapping[str, Any], limits: Mapping[str, float
 
 def _print(part: str, results: Mapping[str, Any], console: Console) -> None:
     """A table, least regret first, and the guards' verdicts."""
-    table = Table(f"{part}: regret of the first {FIRST_ROUNDS} rounds", "mean", "sd", box=None, pad_edge=False)
     methods = results["methods"]
+    table = Table(f"{part}: regret of {len(methods[FUSION]['rounds'])} rounds", "mean", "sd", box=None, pad_edge=False)
     for name in sorted(methods, key=lambda name: methods[name]["mean"]):
         table.add_row(name, f"{methods[name]['mean']:.3f}", f"{methods[name]['sd']:.3f}")
     console.print(table)

@@ -49,8 +49,6 @@ UNGUARDED: Final = "fusion, unguarded"
 METHODS: Final = (FUSION, PRIOR, RANDOM, COPIED, NEAREST, RIDGE, CONTEXT, CONTEXT_USERS)
 #: What fusion is trusted where nothing guards it.
 BLIND_BLEND, BLIND_TRUST = 1.0, 0.5
-#: Rounds of a source and of a new user.
-SOURCE_ROUNDS, FIRST_ROUNDS = 60, 20
 #: Penalties of the ridge that cross-validation chooses from, and its parts.
 PENALTIES: Final = tuple(10.0**power for power in range(-3, 5))
 PARTS: Final = 5
@@ -67,8 +65,8 @@ class Contest:
     sources: int
     newcomers: int
     seed: int
-    source_rounds: int = SOURCE_ROUNDS
-    first_rounds: int = FIRST_ROUNDS
+    source_rounds: int
+    first_rounds: int
     settings: FusionSettings | None = None
     methods: Sequence[str] = METHODS
 
@@ -131,6 +129,14 @@ def _compete(contest: Contest, console: Console) -> Outcome:
         regret[method] = found.tolist()
         console.print(f"  {method}: {sum(regret[method]):.3f}", highlight=False)
     return Outcome(regret, guards)
+
+
+def starter_of(contest: Contest) -> WarmStarter:
+    """What the service would make new users' starts with once the sources have played."""
+    with one_thread():
+        taught = _loop(contest)
+        _play(taught, contest, range(contest.sources), contest.source_rounds)
+        return _Heads(contest, taught).starter()
 
 
 def _alone(contest: Contest, user: int) -> Matrix:
@@ -202,21 +208,27 @@ class _Heads:
         return self._fused(method) if method in (FUSION, UNGUARDED) else self._foretold(method)
 
     def _fused(self, method: str) -> tuple[list[Matrix], GuardReport]:
-        known, new = self._contest.profiles
+        if method == FUSION:
+            starter = self.starter()
+        else:
+            starter = self.starter(blend=np.array(BLIND_BLEND), trust=np.array(BLIND_TRUST))
+        return [starter.start(profile) for profile in self._contest.profiles[1]], self._train().report
+
+    def starter(self, **changes: Matrix) -> WarmStarter:
+        """What the service would make starts with, with some of its arrays replaced."""
+        return WarmStarter.from_arrays(self._learner, {**self._train().arrays, **changes}, self._contest.profiles[0])
+
+    def _train(self) -> TrainedStarts:
         if self._trained is None:
             self._trained = train_warm_starts(
                 self._learner,
                 self._shared,
                 [self._batch],
-                torch.from_numpy(known),
+                torch.from_numpy(self._contest.profiles[0]),
                 seed=self._contest.seed,
                 settings=self._contest.settings,
             )
-        arrays = dict(self._trained.arrays)
-        if method == UNGUARDED:
-            arrays |= {"blend": np.array(BLIND_BLEND), "trust": np.array(BLIND_TRUST)}
-        starter = WarmStarter.from_arrays(self._learner, arrays, known)
-        return [starter.start(profile) for profile in new], self._trained.report
+        return self._trained
 
     def _foretold(self, method: str) -> tuple[list[Matrix], GuardReport]:
         known, new = self._contest.profiles

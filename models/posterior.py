@@ -200,7 +200,8 @@ class PosteriorLearner(Learner):
             "heads": cast(library.stack([beliefs.alone, beliefs.together, beliefs.head], -1), like),  # [R, D, 3]
             "covariance": cast(beliefs.covariance(), like),
             "embedding": embedding,
-            "asked": embedding @ outline["asking"] + outline["layers"][0][1],
+            # User by user: in one product of all, rounding would depend on who else is briefed.
+            "asked": (embedding[:, None] @ outline["asking"])[:, 0] + outline["layers"][0][1],
             "kept_inputs": kept,
             "kept_squares": half_squares(kept),
             "kept_residuals": double(residuals),
