@@ -23,6 +23,8 @@ from torch import Tensor
 
 from models.gem_inference import Gaussian, InnerSettings, Likelihood, infer
 
+#: Slopes in log v are cut here: one odd batch does not move a variance far.
+SLOPE_MAX: Final = 100.0
 #: Variances of the prior stay in this range.
 VARIANCES: Final = (1e-8, 1e2)
 
@@ -82,7 +84,7 @@ class GemSettings:
     query_steps: int | None = None
     rate: float = 1e-3
     #: Rate of the logarithm of the prior's variance; it stays where it is at 0.
-    variance_rate: float = 1e-3
+    variance_rate: float = 1e-2
 
 
 def meta_gradient(
@@ -109,22 +111,22 @@ def meta_gradient(
 
 @final
 class MetaTrainer:
-    """Algorithm 1: gradient ascent on L[1] or L[2] in (μ, log variance), by Adam or any optimiser of torch."""
+    """Algorithm 1: ascent of L[1] or L[2] in Θ = (μ, log v).
+
+    The mean goes by Adam, or any optimiser of torch. log v has a Fisher information of ½ whatever v is, so that a plain
+    step along its slope is a natural one; for L[1] it is an EM step at a variance rate of 2.
+    """
 
     def __init__(
         self,
         prior: Gaussian,
         settings: GemSettings,
-        optimiser: Callable[[list[dict[str, object]]], torch.optim.Optimizer] | None = None,
+        optimiser: Callable[[list[Tensor], float], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         self._settings = settings
         self._mean = prior.mean.detach().clone()
         self._log_variance = prior.variance.detach().log()
-        groups: list[dict[str, object]] = [
-            {"params": [self._mean], "lr": settings.rate},
-            {"params": [self._log_variance], "lr": settings.variance_rate},
-        ]
-        self.optimiser = (optimiser or torch.optim.Adam)(groups)
+        self.optimiser = optimiser([self._mean], settings.rate)
 
     @property
     def prior(self) -> Gaussian:
@@ -135,10 +137,10 @@ class MetaTrainer:
         """Lines 4-10: posteriors of a batch of tasks, and one step along their mean meta-gradient."""
         prior = self.prior
         found = meta_gradient(prior, support, query, self._settings, generator).mean_of_tasks()
-        # Optimisers descend.
-        self._mean.grad = -found.mean
-        self._log_variance.grad = -found.log_variance(prior) if self._settings.variance_rate else None
+        self._mean.grad = -found.mean  # optimisers descend
         self.optimiser.step()
-        low, high = VARIANCES
-        self._log_variance.clamp_(math.log(low), math.log(high))
+        if self._settings.variance_rate:
+            change = self._settings.variance_rate * found.log_variance(prior).clamp(-SLOPE_MAX, SLOPE_MAX)
+            low, high = VARIANCES
+            self._log_variance.add_(change).clamp_(math.log(low), math.log(high))
         return found

@@ -71,6 +71,6 @@ def log_marginal(mean: Tensor, precision: Tensor, noise: Tensor, users: Statisti
     inner = users.gram / noise + precision  # [U, D, D], the posterior's precision
     found = torch.linalg.solve(inner, natural.unsqueeze(-1)).squeeze(-1)  # [U, D]
     # Log density at the posterior's mean w: prior · likelihood / posterior, where squares combine.
-    squares = users.squares / noise + mean @ precision @ mean - (natural * found).sum(-1)  # [U]
-    volumes = torch.logdet(precision) - torch.logdet(inner) - users.events * (2 * math.pi * noise).log()  # [U]
+    squares: Tensor = users.squares / noise + mean @ precision @ mean - (natural * found).sum(-1)  # [U]
+    volumes: Tensor = torch.logdet(precision) - torch.logdet(inner) - users.events * (2 * math.pi * noise).log()  # [U]
     return 0.5 * (volumes - squares)

@@ -69,17 +69,11 @@ class Likelihood(ABC):
     def at(self, theta: Tensor) -> Tensor:
         """log p(D|θ) of each task: [..., p] → [...]."""
 
-    def expected(self, mean: Tensor, sd: Tensor, generator: torch.Generator | None) -> Tensor:
-        """An unbiased estimate of E_q log p(D|θ), with its slopes: one draw of θ a task, [..., p] → [...]."""
-        noise = torch.empty_like(mean).normal_(generator=generator)  # [..., p]
-        return self.at(mean + sd * noise)
-
     def slopes(self, mean: Tensor, sd: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Slopes of `expected` in mean and deviation: [..., p] each. Its graph ends here."""
-        with torch.enable_grad():
-            mean, sd = mean.detach().requires_grad_(), sd.detach().requires_grad_()
-            slope, slope_sd = torch.autograd.grad(self.expected(mean, sd, generator).sum(), (mean, sd))
-        return slope, slope_sd
+        """Unbiased slopes of E_q log p(D|θ) in mean and deviation by one draw θ = m + √v·ε a task: [..., p] each."""
+        noise = torch.empty_like(mean).normal_(generator=generator)  # [..., p]
+        slope = self.slope(torch.addcmul(mean, sd, noise))
+        return slope, noise.mul_(slope)
 
     def slope(self, theta: Tensor) -> Tensor:
         """The slope of `at`: [..., p]."""
@@ -110,12 +104,16 @@ class AnyLikelihood(Likelihood):
 @final
 @dataclass(frozen=True, slots=True)
 class NetLikelihood(Likelihood):
-    """Networks of one output with normal errors of variance `noise`: x [..., N, inputs], y [..., N]."""
+    """Networks of one output with normal errors of variance `noise`: x [..., N, inputs], y [..., N].
+
+    `local` draws what units get for each point, not weights for all points: less noisy, twice the work.
+    """
 
     shape: NetShape
     x: Tensor
     y: Tensor
     noise: float
+    local: bool = True
 
     @property
     def tasks(self) -> int:
@@ -145,10 +143,9 @@ class NetLikelihood(Likelihood):
         return torch.cat(found, -1)
 
     def slopes(self, mean: Tensor, sd: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """By local reparameterisation, written out: units' inputs are drawn for each point, not weights for all.
-
-        A unit gets a = Σ m_k h_k + √(Σ v_k h_k²)·ε (Kingma et al., 2015).
-        """
+        """By local reparameterisation, written out: a unit gets Σ m_k h_k + √(Σ v_k h_k²)·ε (Kingma et al., 2015)."""
+        if not self.local:
+            return Likelihood.slopes(self, mean, sd, generator)
         centres, spreads = self.shape.pairs(mean), self.shape.pairs(sd.square())
         inputs, squares, shares, hidden = [], [], [], self.x
         for place, (centre, spread) in enumerate(zip(centres, spreads, strict=True)):
@@ -198,61 +195,89 @@ class InnerSettings:
     point: bool = False
     prior_weight: float = 1.0
     whitened: bool = False
-    #: Slopes of one parameter are cut here, in the units that steps are taken in; none are if it is 0.
+    #: Rate of log √v, in which slopes have no unit; that of the mean unless said.
+    sd_rate: float | None = None
+    #: The rate of step i is rate / (1 + fading·i).
+    fading: float = 0.0
+    #: Slopes of one mean and of one log √v are cut here, in the units that steps are taken in; none are at 0.
     cut: float = 0.0
+    cut_sd: float = 0.0
 
 
 def infer(
     prior: Gaussian, likelihood: Likelihood, settings: InnerSettings, generator: torch.Generator | None = None
 ) -> Gaussian:
     """VI(Θ, D) of Algorithm 1: each task's posterior after all steps; no gradient flows back to the prior."""
-    found = prior
-    for reached in infer_by_steps(prior, likelihood, settings, generator):
-        found = reached
-    return found
+    mean, log_sd = prior.mean, None
+    for reached in _climbed(prior, likelihood, settings, generator):
+        mean, log_sd = reached
+    return _gaussian(mean, log_sd)
 
 
 def infer_by_steps(
     prior: Gaussian, likelihood: Likelihood, settings: InnerSettings, generator: torch.Generator | None = None
 ) -> Iterator[Gaussian]:
-    """Each task's posterior after each step, from the prior: mean and variance [..., p] that tasks are stacked in."""
-    # Slopes are those of the ELBO in (m, log √v); the divergence has them in closed form.
-    mean, log_sd = prior.mean.detach(), prior.variance.detach().log() / 2  # [..., p]
-    centre, variance, scale = mean, prior.variance.detach(), log_sd.exp() if settings.whitened else None
-    climb_mean, climb_sd = _Climb(settings), _Climb(settings)
-    for _ in range(settings.steps):
+    """Each task's posterior after each step from the prior, whose mean and variance are [..., p] of each task."""
+    for mean, log_sd in _climbed(prior, likelihood, settings, generator):
+        yield _gaussian(mean, log_sd)
+
+
+def _gaussian(mean: Tensor, log_sd: Tensor | None) -> Gaussian:
+    return Gaussian(mean, torch.zeros_like(mean) if log_sd is None else (2 * log_sd).exp_())
+
+
+def _climbed(
+    prior: Gaussian, likelihood: Likelihood, settings: InnerSettings, generator: torch.Generator | None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """m and log √v after each step along the slopes of the ELBO in them; the divergence's are in closed form.
+
+    What a step needs once is overwritten, not allocated: with small networks that is most of its time.
+    """
+    centre, variance, weight = prior.mean.detach(), prior.variance.detach(), settings.prior_weight
+    mean, log_sd = centre, variance.log().div_(2)  # [..., p]
+    pull, scale = weight / variance, log_sd.exp() if settings.whitened else None  # [..., p]
+    climb_mean, climb_sd = _Climb(settings, settings.cut), _Climb(settings, settings.cut_sd)
+    for step in range(settings.steps):
+        fades = 1 / (1 + settings.fading * step)
+        rate = settings.rate * fades
+        sd_rate = rate if settings.sd_rate is None else settings.sd_rate * fades
         if settings.point:
             slope = likelihood.slope(mean)
         else:
             sd = log_sd.exp()
             slope, slope_sd = likelihood.slopes(mean, sd, generator)
-            kept = sd.square() / variance  # [..., p], v / v of the prior
-            log_sd = log_sd + climb_sd.step(slope_sd * sd - settings.prior_weight * (kept - 1))
-        if settings.prior_weight:
-            slope = slope - settings.prior_weight * (mean - centre) / variance
-        mean = mean + (climb_mean.step(slope) if scale is None else scale * climb_mean.step(scale * slope))
-        yield Gaussian(mean, torch.zeros_like(mean) if settings.point else (2 * log_sd).exp())
+            # In log √v: √v·slope − weight·(v/v of the prior − 1).
+            rise = slope_sd.addcmul_(pull, sd, value=-1).mul_(sd).add_(weight)
+            log_sd = climb_sd.step(rise).mul_(sd_rate).add_(log_sd)
+        if weight:
+            slope = slope.addcmul_(mean - centre, pull, value=-1)
+        if scale is None:
+            mean = climb_mean.step(slope).mul_(rate).add_(mean)
+        else:
+            mean = climb_mean.step(slope.mul_(scale)).mul_(rate).mul_(scale).add_(mean)
+        yield mean, None if settings.point else log_sd
 
 
 @final
 class _Climb:
-    """Steps of gradient ascent or Adam."""
+    """Directions of gradient ascent or Adam."""
 
-    def __init__(self, settings: InnerSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: InnerSettings, cut: float) -> None:
+        self._adam = settings.optimiser == "adam"
+        self._cut = cut
         self._first: Tensor | None = None
         self._second: Tensor | None = None
         self._count = 0
 
     def step(self, slope: Tensor) -> Tensor:
-        """What to add: [..., p]."""
-        if self._settings.cut:
-            slope = slope.clamp(-self._settings.cut, self._settings.cut)
-        if self._settings.optimiser == "sgd":
-            return self._settings.rate * slope
+        """Where to go, for a rate of 1: [..., p]. The slope may be overwritten, and so may what is given back."""
+        if self._cut:
+            slope = slope.clamp_(-self._cut, self._cut)
+        if not self._adam:
+            return slope
         fast, slow = ADAM_DECAYS
         self._count += 1
         self._first = (1 - fast) * slope + (0 if self._first is None else fast * self._first)
         self._second = (1 - slow) * slope.square() + (0 if self._second is None else slow * self._second)
         first, second = self._first / (1 - fast**self._count), self._second / (1 - slow**self._count)
-        return self._settings.rate * first / (second.sqrt() + ADAM_LEAST)
+        return first / (second.sqrt() + ADAM_LEAST)

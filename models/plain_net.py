@@ -55,9 +55,9 @@ class NetShape:
     def pairs(self, nets: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """Views of [..., p]: weights [..., outputs, inputs] of each layer, and its offsets [..., outputs] if any."""
         lengths = [length for rows, columns in self.sizes for length in (rows * columns, rows * self.offsets)]
-        parts = nets.split(lengths, -1)
+        parts = torch.split(nets, lengths, -1)
         return [
-            (parts[2 * place].unflatten(-1, size), parts[2 * place + 1] if self.offsets else None)
+            (parts[2 * place].reshape(*nets.shape[:-1], *size), parts[2 * place + 1] if self.offsets else None)
             for place, size in enumerate(self.sizes)
         ]
 
