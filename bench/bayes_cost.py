@@ -6,6 +6,7 @@ allocations and releases that torch's profiler sees on the CPU, in their order.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,8 @@ MEMORY_LIMIT, MAML_GROWTH, TIME_LIMIT = 1.05, 8.0, 0.5
 
 def measure_cost(plan: BayesPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """Both sides at every number of inner steps; times in turns at one."""
+    # The profiler otherwise tells of each of its starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with one_thread():
         peaks = {name: {str(steps): peak_bytes(work) for steps, work in works(name).items()} for name in SIDES}
         sides = {name: works(name)[TIMED_STEPS] for name in SIDES}

@@ -106,7 +106,7 @@ class AnyLikelihood(Likelihood):
 class NetLikelihood(Likelihood):
     """Networks of one output with normal errors of variance `noise`: x [..., N, inputs], y [..., N].
 
-    `local` draws what units get for each point, not weights for all points: less noisy, twice the work.
+    `local` draws what units get for each point, not weights for all points: less noisy, half as much work again.
     """
 
     shape: NetShape
