@@ -114,7 +114,7 @@ class MetaTrainer:
     """Algorithm 1: ascent of L[1] or L[2] in Θ = (μ, log v).
 
     The mean goes by Adam, or any optimiser of torch. log v has a Fisher information of ½ whatever v is, so that a plain
-    step along its slope is a natural one; for L[1] it is an EM step at a variance rate of 2.
+    step along its slope is a natural one; for L[1] and a variance rate of 2 it is that of EM, to first order.
     """
 
     def __init__(

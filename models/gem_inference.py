@@ -208,7 +208,7 @@ def infer(
     prior: Gaussian, likelihood: Likelihood, settings: InnerSettings, generator: torch.Generator | None = None
 ) -> Gaussian:
     """VI(Θ, D) of Algorithm 1: each task's posterior after all steps; no gradient flows back to the prior."""
-    mean, log_sd = prior.mean, None
+    mean, log_sd = prior.mean.detach(), None if settings.point else prior.variance.detach().log().div_(2)
     for reached in _climbed(prior, likelihood, settings, generator):
         mean, log_sd = reached
     return _gaussian(mean, log_sd)

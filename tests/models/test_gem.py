@@ -176,6 +176,8 @@ def test_posteriors_by_steps_end_where_inference_ends_and_hold_no_graph() -> Non
     steps = list(infer_by_steps(prior.for_tasks(TASKS), data, inner, randoms(4)))
     end = infer(prior.for_tasks(TASKS), data, inner, randoms(4))
     assert len(steps) == 3
+    nowhere = infer(prior.for_tasks(TASKS), data, replace(inner, steps=0))
+    torch.testing.assert_close(nowhere.variance, prior.for_tasks(TASKS).variance)
     torch.testing.assert_close(steps[-1].mean, end.mean)
     assert not end.mean.requires_grad
     assert not end.variance.requires_grad
