@@ -43,6 +43,8 @@ console = Console()
 Json = Annotated[Path | None, typer.Option("--json", help="Write machine, versions, settings, results and bars here.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the result into this file (.png, .svg or .pdf).")]
 PlotFolder = Annotated[Path | None, typer.Option("--plot", help="Draw each scenario into this folder.")]
+PartPlots = Annotated[Path | None, typer.Option("--plot", help="Draw what each part found into this folder.")]
+Parts = Annotated[str | None, typer.Option("--part", help="Parts to run, separated by commas; all unless said.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes; bars are marked quick.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the worlds to run in: 100, 100-102 or 100,105.")]
@@ -155,10 +157,8 @@ def fusion(
     seeds: Seeds = "100-102",
     data: Data = None,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw what each part found into this folder.")] = None,
-    part: Annotated[
-        str | None, typer.Option("--part", help="Parts to run, separated by commas; all unless said.")
-    ] = None,
+    plot: PartPlots = None,
+    part: Parts = None,
     quick: Quick = False,
     check: Check = False,
 ) -> None:
@@ -175,6 +175,31 @@ def fusion(
     parts = tuple(PARTS) if part is None else parse_names(part, PARTS, "--part")
     plan = FusionPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
     report = measure_fusion(plan.quick() if quick else plan, parts, quick=quick, console=console)
+    report.print_bars(console)
+    _finish(report, json, check=check, failed=False)
+
+
+@bench_app.command()
+def bayes(
+    seeds: Seeds = "100-102",
+    data: Data = None,
+    json: Json = None,
+    plot: PartPlots = None,
+    part: Parts = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """Priors learned from the posteriors of many tasks: GEM-BML against MAML and Reptile.
+
+    [bold]sinusoids[/]: error on new sine tasks after a few steps. [bold]gradient[/]: error of the meta-gradient where
+    the analytic one is known. [bold]cost[/]: memory and time of a meta-update.
+    """
+    from bench.bayes import PARTS, measure_bayes
+    from bench.bayes_plan import BayesPlan
+
+    parts = tuple(PARTS) if part is None else parse_names(part, PARTS, "--part")
+    plan = BayesPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
+    report = measure_bayes(plan.quick() if quick else plan, parts, quick=quick, console=console)
     report.print_bars(console)
     _finish(report, json, check=check, failed=False)
 

@@ -52,6 +52,15 @@ class NetShape:
             start = end
         return found
 
+    def pairs(self, nets: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Views of [..., p]: weights [..., outputs, inputs] of each layer, and its offsets [..., outputs] if any."""
+        lengths = [length for rows, columns in self.sizes for length in (rows * columns, rows * self.offsets)]
+        parts = torch.split(nets, lengths, -1)
+        return [
+            (parts[2 * place].reshape(*nets.shape[:-1], *size), parts[2 * place + 1] if self.offsets else None)
+            for place, size in enumerate(self.sizes)
+        ]
+
     def flat(self, layers: Sequence[Tensor]) -> Tensor:
         """The inverse of `layers`."""
         parts = []
@@ -77,9 +86,13 @@ class NetShape:
         return self.flat(found)
 
     def outputs(self, nets: Tensor, x: Tensor) -> Tensor:
-        """What each network says of each input: [..., p] and x [N, inputs] → [..., N, outputs]."""
+        """What each network says of each input: [..., p] and x [N, inputs] → [..., N, outputs].
+
+        Inputs may also be each network's own: x [..., N, inputs].
+        """
         layers = self.layers(nets)
-        hidden = layers[0] @ (torch.cat([x, torch.ones_like(x[:, :1])], 1) if self.offsets else x).mT  # [..., o, N]
+        inputs = torch.cat([x, torch.ones_like(x[..., :1])], -1) if self.offsets else x  # [..., N, inputs (+ 1)]
+        hidden = layers[0] @ inputs.mT  # [..., o, N]
         for place, layer in enumerate(layers[1:], 1):
             columns = self.sizes[place][1]
             hidden = layer[..., :columns] @ hidden.relu()

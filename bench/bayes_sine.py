@@ -1,0 +1,307 @@
+"""Sine tasks of Section 5.1: error after a few steps on ten points, of GEM-BML and GEM-BML+ against MAML and Reptile.
+
+All methods start from the same network and see the same tasks: as many meta-updates, as many tasks in each, ten points
+of a task to adapt to and ten others. Each has its inner rate and number of inner steps chosen on tasks of another seed,
+then runs on the seeds that are reported, all of them at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench.bayes_plan import BayesPlan
+from bench.bayes_tasks import CUT, SETTINGS, SHAPE, SHOTS, Batch, Setting, adapt, draw, errors, fresh_net, maml_gradient
+from bench.report import Bar
+from models.gem import GemSettings, MetaTrainer
+from models.gem_inference import Gaussian, InnerSettings, NetLikelihood, infer_by_steps
+from models.threads import one_thread
+
+#: Rates, of steps on mean squared errors of ten points, and numbers of inner steps that are tried for every method.
+RATES: Final = (0.005, 0.01, 0.02, 0.03)
+INNER_STEPS: Final = (5, 10)
+#: Steps on the ten other points after them, of Reptile, GEM-BML and GEM-BML+.
+QUERY_STEPS: Final = 5
+#: Steps of adaptation after which errors are reported.
+ADAPT_STEPS: Final = (1, 5, 10)
+META_RATE: Final = 1e-3
+#: From this share of the meta-updates on, their rate falls to a tenth.
+FALLS_FROM: Final = 0.7
+#: Points that errors are measured on, and how often a run is measured on its way.
+JUDGED_POINTS, CURVE_POINTS = 100, 10
+#: Tasks drawn at once.
+BLOCK: Final = 100
+#: Where rates and steps are chosen, and what stands for the error of a run that diverged.
+TUNING_SEED: Final = 50
+NO_ERROR: Final = 1e9
+#: The claims.
+DEFAULT_LIMIT, CHALLENGING_LIMIT = 1.1, 1.0
+
+
+class Learner(ABC):
+    """A method in several runs at once: G runs, each from its own network [G, p]."""
+
+    @abstractmethod
+    def step(self, batch: Batch) -> None:
+        """A meta-update from tasks [G, T]."""
+
+    @abstractmethod
+    def adapted(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """Networks of tasks after each step on their points: [G, T, p]."""
+
+    @property
+    @abstractmethod
+    def optimiser(self) -> torch.optim.Optimizer:
+        """What takes the meta-updates."""
+
+
+@final
+class Maml(Learner):
+    """Finn et al., 2017, through all inner steps."""
+
+    def __init__(self, start: Tensor, rates: Tensor, steps: int) -> None:
+        self._theta, self._rates, self._steps = start.clone(), rates, steps
+        self._optimiser = torch.optim.Adam([self._theta], lr=META_RATE)
+
+    @property
+    def optimiser(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return self._optimiser
+
+    def step(self, batch: Batch) -> None:
+        """Adam along the slope of the error on other points after adaptation."""
+        self._theta.grad = maml_gradient(self._theta, batch, self._rates, self._steps)
+        self._optimiser.step()
+
+    def adapted(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """By gradient descent."""
+        nets = self._theta.unsqueeze(-2).expand(-1, batch.x.shape[-3], -1)
+        for _ in range(steps):
+            nets = adapt(nets, batch, self._rates, 1)
+            yield nets
+
+
+@final
+class Gem(Learner):
+    """GEM-BML, GEM-BML+ and, with points for posteriors, Reptile."""
+
+    def __init__(self, start: Tensor, variance: float, settings: GemSettings, noise: float) -> None:
+        self._trainer = MetaTrainer(Gaussian(start, torch.full_like(start, variance)), settings)
+        self._inner, self._noise = settings.inner, noise
+        self._generator = torch.Generator().manual_seed(len(start))
+
+    @property
+    def optimiser(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return self._trainer.optimiser
+
+    def step(self, batch: Batch) -> None:
+        """Adam along the meta-gradient."""
+        support = NetLikelihood(SHAPE, batch.x, batch.y, self._noise, local=False)
+        query = NetLikelihood(SHAPE, batch.other_x, batch.other_y, self._noise, local=False)
+        self._trainer.step(support, query, self._generator)
+
+    def adapted(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """Means of posteriors."""
+        prior = self._trainer.prior.for_tasks(batch.x.shape[-3])
+        support = NetLikelihood(SHAPE, batch.x, batch.y, self._noise)
+        for posterior in infer_by_steps(prior, support, replace(self._inner, steps=steps), self._generator):
+            yield posterior.mean
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Method:
+    """MAML, or a kind of GEM-BML."""
+
+    gem: GemSettings | None = None
+
+    def learner(self, start: Tensor, rates: Sequence[float], steps: int) -> Learner:
+        """Runs from networks [G, p], each at its own rate."""
+        tensor = torch.tensor(rates)[:, None, None]  # [G, 1, 1]
+        if self.gem is None:
+            return Maml(start, tensor, steps)
+        # Half of a sum over ten points, over this noise, is their mean squared error; over another, so many times it.
+        point = self.gem.inner.point
+        noise = SHOTS / 2 if point else NOISE
+        inner = replace(self.gem.inner, steps=steps, rate=tensor * 2 * noise / SHOTS)
+        settings = replace(self.gem, inner=inner, query_steps=QUERY_STEPS)
+        return Gem(start, 1.0 if point else VARIANCE, settings, noise)
+
+
+#: Variance of observations that posteriors assume, about that of the challenging setting, and of the prior at first.
+NOISE, VARIANCE = 5e-4, 1e-5
+_POINTS: Final = InnerSettings(point=True, prior_weight=0.0, cut=CUT)
+_NORMAL: Final = InnerSettings(prior_weight=0.1, sd_rate=0.1, cut_sd=1.0, cut=CUT * SHOTS / 2 / NOISE)
+METHODS: Final[Mapping[str, Method]] = {
+    "MAML": Method(),
+    "Reptile": Method(GemSettings(inner=_POINTS, rate=META_RATE, variance_rate=0.0)),
+    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=1e-5)),
+    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=1e-5)),
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Errors after each of ADAPT_STEPS [G, steps], and on the way: of each measured meta-update after the last."""
+
+    errors: Tensor
+    curve: list[list[float]]
+    at: list[int]
+
+
+def train(
+    method: Method,
+    setting: Setting,
+    seeds: Sequence[int],
+    rates: Sequence[float],
+    plan: BayesPlan,
+    *,
+    inner: int,
+    steps: int,
+) -> Run:
+    """One run for each pair of seed and rate, all at once."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    starts = torch.stack([fresh_net(generator) for generator in generators])  # [G, p]
+    judges = [torch.Generator().manual_seed(seed + 10_000) for seed in seeds]
+    test = _stacked([draw(setting, judge, (plan.test_tasks,), JUDGED_POINTS) for judge in judges])
+    learner = method.learner(starts, rates, inner)
+    curve, at = [], []
+    block: Batch | None = None
+    for step in range(steps):
+        if step % BLOCK == 0:
+            block = _stacked([draw(setting, each, (BLOCK, plan.meta_tasks)) for each in generators])
+        if step % max(1, steps // CURVE_POINTS) == 0:
+            curve.append(_errors(learner, test)[:, -1].tolist())
+            at.append(step)
+        if step >= FALLS_FROM * steps:
+            for group in learner.optimiser.param_groups:
+                group["lr"] = META_RATE * (1 - 0.9 * (step / steps - FALLS_FROM) / (1 - FALLS_FROM))
+        if block is not None:
+            learner.step(_of(block, step % BLOCK))
+    found = _errors(learner, test)
+    return Run(found, [*curve, found[:, -1].tolist()], [*at, steps])
+
+
+def _stacked(parts: Sequence[Batch]) -> Batch:
+    """Runs side by side."""
+    return Batch(*(torch.stack(each) for each in zip(*(_tensors(part) for part in parts), strict=True)))
+
+
+def _of(batch: Batch, place: int) -> Batch:
+    """One meta-batch of a block: [G, BLOCK, T, ...] → [G, T, ...]."""
+    return Batch(*(each[:, place] for each in _tensors(batch)))
+
+
+def _tensors(batch: Batch) -> tuple[Tensor, ...]:
+    return batch.x, batch.y, batch.other_x, batch.other_y
+
+
+def _errors(learner: Learner, test: Batch) -> Tensor:
+    """Mean squared error on other points after each of ADAPT_STEPS: [G, steps]."""
+    found = []
+    for step, nets in enumerate(learner.adapted(test, max(ADAPT_STEPS)), 1):
+        if step in ADAPT_STEPS:
+            found.append(errors(nets, test.other_x, test.other_y).mean(-1))
+    return torch.stack(found, -1)
+
+
+def choose(method: Method, setting: Setting, plan: BayesPlan) -> tuple[float, int, dict[str, float]]:
+    """Rate and inner steps of the least error after ADAPT_STEPS, on a seed that is not reported; and all errors."""
+    tried: dict[tuple[float, int], float] = {}
+    for inner in INNER_STEPS:
+        seeds = [TUNING_SEED] * len(RATES)
+        run = train(method, setting, seeds, RATES, plan, inner=inner, steps=plan.tuning_steps)
+        ends = run.errors[:, -1].nan_to_num(NO_ERROR).clamp_max(NO_ERROR).tolist()
+        tried |= {(rate, inner): end for rate, end in zip(RATES, ends, strict=True)}
+    rate, inner = min(tried, key=tried.__getitem__)
+    return rate, inner, {f"{rate:g} × {inner}": end for (rate, inner), end in tried.items()}
+
+
+def measure_sinusoids(plan: BayesPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+    """All methods in both settings."""
+    results: dict[str, Any] = {
+        "meta_updates": plan.meta_steps,
+        "tasks_a_meta_update": plan.meta_tasks,
+        "tuning": {"seed": TUNING_SEED, "meta_updates": plan.tuning_steps},
+        "error": f"mean squared error on {JUDGED_POINTS} other points of {plan.test_tasks} new tasks of each seed",
+        "settings": {},
+    }
+    with one_thread():
+        for setting in SETTINGS:
+            rows: dict[str, Any] = {}
+            for name, method in METHODS.items():
+                rate, inner, tried = choose(method, setting, plan)
+                rates = [rate] * len(plan.seeds)
+                run = train(method, setting, plan.seeds, rates, plan, inner=inner, steps=plan.meta_steps)
+                rows[name] = {"rate": rate, "inner_steps": inner, "tried": tried, **_row(run)}
+                end = rows[name][str(ADAPT_STEPS[-1])]["mean"]
+                console.print(f"{setting.name}, {name}: rate {rate:g}, {inner} steps: {end:.3f}", highlight=False)
+            results["settings"][setting.name] = rows
+    _print(results["settings"], console)
+    if plan.plot is not None:
+        _plot(results["settings"], plan.plot)
+    return results, sine_bars(results["settings"], quick=quick)
+
+
+def _row(run: Run) -> dict[str, Any]:
+    row: dict[str, Any] = {"curve": run.curve, "curve_at": run.at}
+    for place, steps in enumerate(ADAPT_STEPS):
+        values = run.errors[:, place].double()
+        spread = float(values.std()) if len(values) > 1 else 0.0
+        row[str(steps)] = {"mean": float(values.mean()), "sd": spread, "values": values.tolist()}
+    return row
+
+
+def sine_bars(settings: Mapping[str, Any], *, quick: bool) -> list[Bar]:
+    """The claims, about errors after all steps of adaptation."""
+    note, last = ", quick" if quick else "", str(ADAPT_STEPS[-1])
+
+    def ratio(setting: str, ours: str, theirs: str) -> float:
+        rows = settings[setting]
+        return float(rows[ours][last]["mean"] / rows[theirs][last]["mean"])
+
+    bars = [Bar(f"default: GEM-BML+ / MAML{note}", ratio("default", "GEM-BML+", "MAML"), "<=", DEFAULT_LIMIT)]
+    for ours in ("GEM-BML", "GEM-BML+"):
+        for theirs in ("MAML", "Reptile"):
+            value = ratio("challenging", ours, theirs)
+            bars.append(Bar(f"challenging: {ours} / {theirs}{note}", value, "<=", CHALLENGING_LIMIT))
+    return bars
+
+
+def _print(settings: Mapping[str, Any], console: Console) -> None:
+    for setting, rows in settings.items():
+        heads = [f"{steps} step{'s' * (steps > 1)}" for steps in ADAPT_STEPS]
+        table = Table(f"{setting}: MSE", "rate × inner steps", *heads, box=None, pad_edge=False)
+        for name, row in rows.items():
+            cells = [row[str(steps)] for steps in ADAPT_STEPS]
+            chosen = f"{row['rate']:g} × {row['inner_steps']}"
+            table.add_row(name, chosen, *[f"{cell['mean']:.3f} ± {cell['sd']:.3f}" for cell in cells])
+        console.print(table)
+
+
+def _plot(settings: Mapping[str, Any], folder: Path) -> None:
+    """Errors after all steps of adaptation by the number of meta-updates: means of the seeds."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    places = figure.subplots(1, len(settings), squeeze=False)[0]
+    for axes, (setting, rows) in zip(places, settings.items(), strict=True):
+        for name, row in rows.items():
+            curve = torch.tensor(row["curve"])  # [measured, G]
+            axes.plot(row["curve_at"], curve.mean(-1), label=name)
+            axes.fill_between(row["curve_at"], curve.amin(-1), curve.amax(-1), alpha=0.15, lw=0)
+        axes.set(title=setting, xlabel="meta-updates", ylabel=f"MSE after {ADAPT_STEPS[-1]} steps", yscale="log")
+        axes.grid(alpha=0.3)
+    places[-1].legend()
+    figure.savefig(folder / "bayes-sinusoids.png", dpi=150)
