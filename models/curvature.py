@@ -195,7 +195,7 @@ class LastLayer(Curvature):
         return self.shape.flat([*(torch.zeros_like(layer) for layer in below), found])
 
 
-def last_layer_root(a: Tensor, weight: Tensor, damping: Tensor) -> Tensor:
+def last_layer_root(a: Tensor, weight: Tensor, damping: Tensor | float) -> Tensor:
     """R with RᵀR = (Σ_s Λ_s aaᵀ + τI)⁻¹: inputs a [B, S, k] of the last layer, Λ [B, S, C] → [B, C, k, k], lower."""
     rows = a.double().unsqueeze(1)  # [B, 1, S, k]
     gram = (rows * weight.double().mT.unsqueeze(-1)).mT @ rows  # [B, C, k, k]
