@@ -5,8 +5,8 @@
 of a network f at its parameters θ, for the samples of one task: the Hessian without the part that errors multiply. That
 part may have any sign; without it H is positive definite, whatever θ is. ReLU networks, linear in each layer, have
 none of it within a layer, so the blocks of layers are the Hessian's own. τ, the damping, is the precision of the prior
-N(θ₀, I/τ). J of a fully connected network is, layer by layer, δ ⊗ a of what an output takes from a unit and what the
-layer is given; it is formed only where all of H is.
+N(θ₀, I/τ): one number, or one for each layer. J of a fully connected network is, layer by layer, δ ⊗ a of what an
+output takes from a unit and what the layer is given; it is formed only where all of H is.
 
     full        all of H: small networks, linear heads
     diagonal    its diagonal
@@ -66,6 +66,12 @@ def jacobian(shape: NetShape, factors: Factors) -> Tensor:
     return shape.flat([delta.double().unsqueeze(-1) * a.double()[:, :, None, None] for delta, a in factors])
 
 
+def precisions(shape: NetShape, damping: Tensor) -> Tensor:
+    """τ of each parameter [p], from τ [] or [layers]."""
+    layers = zip(shape.sizes, damping.expand(len(shape.sizes)), strict=True)
+    return shape.flat([tau.expand(rows, columns + shape.offsets) for (rows, columns), tau in layers])
+
+
 class Curvature(ABC):
     """H of B networks."""
 
@@ -103,10 +109,10 @@ class Full(Curvature):
 
     @classmethod
     def of(cls, shape: NetShape, factors: Factors, weight: Tensor, damping: Tensor) -> Self:
-        """From Λ of each sample's outputs [B, S, C] and τ [], or the precision of any prior [p, p]."""
+        """From Λ of each sample's outputs [B, S, C] and τ [] or [layers], or the precision of any prior [p, p]."""
         rows = jacobian(shape, factors).flatten(1, 2)  # [B, S·C, p]
         gram = rows.mT @ (rows * weight.double().flatten(1).unsqueeze(-1))  # [B, p, p]
-        return cls(shape, cholesky(gram + (damping if damping.dim() else damping * _identity(gram))))
+        return cls(shape, cholesky(gram + (damping if damping.dim() == 2 else precisions(shape, damping).diag())))
 
     def log_det(self) -> Tensor:
         return 2 * self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -134,12 +140,12 @@ class Diagonal(Curvature):
 
     @classmethod
     def of(cls, shape: NetShape, factors: Factors, weight: Tensor, damping: Tensor) -> Self:
-        """From Λ of each sample's outputs [B, S, C] and τ []."""
+        """From Λ of each sample's outputs [B, S, C] and τ [] or [layers]."""
         layers = []
         for delta, a in factors:
             pulled = (delta.double().square() * weight.double().unsqueeze(-1)).sum(2)  # [B, S, o]
             layers.append(pulled.mT @ a.double().square())  # [B, o, k]
-        return cls(shape, shape.flat(layers) + damping)
+        return cls(shape, shape.flat(layers) + precisions(shape, damping))
 
     def log_det(self) -> Tensor:
         return self.entries.log().sum(-1)
@@ -171,8 +177,8 @@ class LastLayer(Curvature):
 
     @classmethod
     def of(cls, shape: NetShape, factors: Factors, weight: Tensor, damping: Tensor) -> Self:
-        """From Λ of each sample's outputs [B, S, C] and τ []."""
-        return cls(shape, last_layer_root(factors[-1][1], weight, damping))
+        """From Λ of each sample's outputs [B, S, C] and τ [] or [layers]."""
+        return cls(shape, last_layer_root(factors[-1][1], weight, damping.reshape(-1)[-1]))
 
     @property
     def covered(self) -> int:
@@ -221,18 +227,18 @@ class Kronecker(Curvature):
 
     @classmethod
     def of(cls, shape: NetShape, factors: Factors, weight: Tensor, damping: Tensor) -> Self:
-        """From Λ of each sample's outputs [B, S, C] and τ []; a sample of weight 0 in all outputs is none."""
+        """From Λ of each sample's outputs [B, S, C] and τ [] or [layers]; a sample of weight 0 throughout is none."""
         counted = weight.double()
         # Only what a sample counts relative to others matters here: G has the sum.
         share = counted.sum(-1, keepdim=True)  # [B, S, 1]
         share = share / share.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         bases, values = [], []
-        for delta, a in factors:
+        for (delta, a), tau in zip(factors, damping.expand(len(factors)), strict=True):
             inputs, pulled = a.double(), delta.double().flatten(1, 2)  # [B, S, k], [B, S·C, o]
             left, across = torch.linalg.eigh((inputs * share).mT @ inputs)  # [B, k], [B, k, k]
             above, down = torch.linalg.eigh((pulled * counted.flatten(1).unsqueeze(-1)).mT @ pulled)
             # Rounding may leave an eigenvalue of 0 just below it.
-            values.append(above.clamp_min(0).unsqueeze(-1) * left.clamp_min(0).unsqueeze(-2) + damping)
+            values.append(above.clamp_min(0).unsqueeze(-1) * left.clamp_min(0).unsqueeze(-2) + tau)
             bases.append((across, down))
         return cls(shape, tuple(bases), tuple(values))
 

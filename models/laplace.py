@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from models.curvature import STRUCTURES, Curvature, Structure, output_factors
+from models.curvature import STRUCTURES, Curvature, Factors, Structure, output_factors, precisions
 from models.network import Shape
 from models.plain_net import NetShape
 
@@ -105,7 +105,12 @@ def loss(shape: NetShape, nets: Tensor, batch: TaskBatch, likelihood: Likelihood
 
 def loss_gradient(shape: NetShape, nets: Tensor, batch: TaskBatch, likelihood: Likelihood) -> Tensor:
     """∂loss/∂θ [B, p]."""
-    outputs, factors = output_factors(shape, nets, batch.x)
+    return _loss_gradient(shape, *output_factors(shape, nets, batch.x), batch, likelihood)
+
+
+def _loss_gradient(
+    shape: NetShape, outputs: Tensor, factors: Factors, batch: TaskBatch, likelihood: Likelihood
+) -> Tensor:
     slope = (likelihood.slope(outputs, batch.targets) * batch.weight.unsqueeze(-1)).unsqueeze(-1)  # [B, S, C, 1]
     return shape.flat([(delta * slope).sum(2).mT @ a for delta, a in factors])
 
@@ -147,10 +152,22 @@ class Laplace:
 def laplace(
     shape: NetShape, nets: Tensor, batch: TaskBatch, likelihood: Likelihood, structure: Structure, damping: Tensor
 ) -> Laplace:
-    """The approximation at adapted parameters [B, p], from the samples they were adapted to and τ [] (Eq. 8)."""
+    """The approximation at adapted parameters [B, p], from the samples they were adapted to and τ [] or [layers]."""
     outputs, factors = output_factors(shape, nets, batch.x)
+    return Laplace(shape, nets, _curvature(shape, outputs, factors, batch, likelihood, structure, damping))
+
+
+def _curvature(
+    shape: NetShape,
+    outputs: Tensor,
+    factors: Factors,
+    batch: TaskBatch,
+    likelihood: Likelihood,
+    structure: Structure,
+    damping: Tensor,
+) -> Curvature:
     weight = likelihood.curvature(outputs) * batch.weight.unsqueeze(-1)  # [B, S, C]
-    return Laplace(shape, nets, STRUCTURES[structure].of(shape, factors, weight, damping))
+    return STRUCTURES[structure].of(shape, factors, weight, damping)
 
 
 def mode(
@@ -171,10 +188,12 @@ def mode(
     """
     nets = start.double().expand(batch.x.shape[0], -1)
     for _ in range(steps):
+        outputs, factors = output_factors(shape, nets, batch.x)
         away = nets - start
-        pull = away @ damping if damping.dim() else damping * away  # [B, p]
-        gradient = loss_gradient(shape, nets, batch, likelihood) + pull
-        nets = nets - rate * laplace(shape, nets, batch, likelihood, structure, damping).curvature.solved(gradient)
+        pull = away @ damping if damping.dim() == 2 else precisions(shape, damping) * away  # [B, p]
+        gradient = _loss_gradient(shape, outputs, factors, batch, likelihood) + pull
+        curvature = _curvature(shape, outputs, factors, batch, likelihood, structure, damping)
+        nets = nets - rate * curvature.solved(gradient)
     return nets
 
 
@@ -215,6 +234,7 @@ def log_evidence(fitted: Laplace, start: Tensor, batch: TaskBatch, likelihood: L
 
     2π cancels between the prior's density and the integral around its maximum.
     """
-    away = (fitted.point - start).square().sum(-1)
-    prior = 0.5 * (fitted.curvature.covered * damping.log() - damping * away)
+    covered = fitted.curvature.covered  # the last ones
+    precision, away = precisions(fitted.shape, damping)[-covered:], (fitted.point - start)[:, -covered:]
+    prior = 0.5 * (precision.log() - precision * away.square()).sum(-1)  # [B]
     return prior - objective(fitted, batch, likelihood, 0.5)

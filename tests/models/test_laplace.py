@@ -110,17 +110,27 @@ def walked(shape: NetShape, net: Tensor, x: Tensor) -> list[tuple[Tensor, Tensor
     return list(zip(jacrev(shifted)(nothing), given, strict=True))
 
 
-def dense(shape: NetShape, net: Tensor, batch: TaskBatch, task: int, likelihood: Likelihood, kind: Structure) -> Tensor:
+def dense(
+    shape: NetShape,
+    net: Tensor,
+    batch: TaskBatch,
+    task: int,
+    likelihood: Likelihood,
+    kind: Structure,
+    damping: Tensor = DAMPING,
+) -> Tensor:
     """H of one task as a matrix over all parameters; what a structure leaves out has an infinite diagonal."""
     x, weight = batch.x[task], batch.weight[task]
     samples = [index for index in range(len(x)) if weight[index] > 0]
-    identity = torch.eye(shape.parameters, dtype=torch.float64)
+    prior = torch.zeros(shape.parameters, dtype=torch.float64)
+    for at, tau in zip(places(shape), damping.expand(len(shape.sizes)), strict=True):
+        prior[at.flatten()] = tau
     outputs = said(shape, net.detach(), x).requires_grad_()
     (slope,) = torch.autograd.grad(likelihood.loss(outputs, batch.targets[task]).sum(), outputs, create_graph=True)
     bend = torch.autograd.grad(slope.sum(), outputs)[0] if slope.requires_grad else 0 * slope  # [S, C]
     bends = [bend[index].diag() for index in samples]
     if kind == "kronecker":
-        result = torch.zeros_like(identity)
+        result = prior.diag()
         parts = [walked(shape, net, x[index]) for index in samples]
         shares = torch.stack([bend.trace() for bend in bends])
         for layer, at in enumerate(places(shape)):
@@ -129,10 +139,10 @@ def dense(shape: NetShape, net: Tensor, batch: TaskBatch, task: int, likelihood:
                 for share, part in zip(shares / shares.sum(), parts, strict=True)
             )
             pulls = sum(part[layer][0].T @ bend @ part[layer][0] for bend, part in zip(bends, parts, strict=True))
-            result[at.flatten()[:, None], at.flatten()] = torch.kron(torch.as_tensor(pulls), torch.as_tensor(inputs))
-        return result + DAMPING * identity
+            result[at.flatten()[:, None], at.flatten()] += torch.kron(torch.as_tensor(pulls), torch.as_tensor(inputs))
+        return result
     jacobian = jacrev(lambda point: said(shape, point, x))(net)  # [S, C, p]
-    total = DAMPING * identity
+    total = prior.diag()
     for index, bend in zip(samples, bends, strict=True):
         total = total + jacobian[index].T @ bend @ jacobian[index]
     if kind == "full":
@@ -187,6 +197,39 @@ def test_curvature_is_the_dense_one(shape: NetShape, structure: Structure, likel
         rows = jacrev(lambda point, task=task: said(shape, point, x[task]))(nets[task])  # [4, C, p]
         torch.testing.assert_close(mean[task], said(shape, nets[task], x[task]))
         torch.testing.assert_close(variance[task], torch.einsum("ncp,pq,ncq->nc", rows, inverse, rows))
+
+
+@by_structure
+def test_each_layer_may_have_its_own_damping(structure: Structure) -> None:
+    shape, likelihood = SHAPES[1], LIKELIHOODS[0]
+    nets, batch = world(shape)
+    damping = torch.tensor([0.3, 5.0, 40.0], dtype=torch.float64)
+    fitted = laplace(shape, nets, batch, likelihood, structure, damping)
+    x = drawn(TASKS, 4, 2, seed=8)
+    found = log_evidence(fitted, nets[0], batch, likelihood, damping)
+    for task in range(TASKS):
+        matrix = dense(shape, nets[task], batch, task, likelihood, structure, damping)
+        rows = jacrev(lambda point, task=task: said(shape, point, x[task]))(nets[task])  # [4, C, p]
+        variance = torch.einsum("ncp,pq,ncq->nc", rows, dense_inverse(matrix), rows)
+        torch.testing.assert_close(fitted.predicted(x)[1][task], variance)
+        # Eq. 8: log p(D|θ̂) + log N(θ̂; θ, 1/τ) + ½(covered·log 2π − log det H).
+        evidence = -task_loss(shape, batch, task, likelihood)(nets[task]) - 0.5 * dense_log_det(matrix)
+        for at, tau in list(zip(places(shape), damping, strict=True))[-1 if structure == "last-layer" else 0 :]:
+            away = (nets[task] - nets[0])[at.flatten()]
+            evidence = evidence + (Normal(0.0, tau**-0.5).log_prob(away) + 0.5 * math.log(2 * math.pi)).sum()
+        torch.testing.assert_close(found[task], evidence)
+
+
+@by_structure
+def test_the_mode_is_where_the_gradient_vanishes_whatever_the_damping(structure: Structure) -> None:
+    shape, likelihood = NetShape((2, 3, 1)), LIKELIHOODS[0]
+    nets, batch = world(shape)
+    damping = torch.tensor([200.0, 2.0], dtype=torch.float64)
+    found = mode(shape, nets[0], batch, likelihood, structure, damping, steps=300, rate=0.3)
+    slope = loss_gradient(shape, found, batch, likelihood)
+    for at, tau in list(zip(places(shape), damping, strict=True))[-1 if structure == "last-layer" else 0 :]:
+        pull = (slope + tau * (found - nets[0]))[:, at.flatten()]
+        torch.testing.assert_close(pull, torch.zeros_like(pull), atol=1e-5, rtol=0)
 
 
 @by_shape
