@@ -2,15 +2,17 @@
 
 Tasks are y = a sin(x + b) + noise, a in [0.1, 5], b in [0, π], x in [−5, 5], noise of deviation 0.3, all unknown to the
 learner. A start is meta-learned on tasks of its own by the evidence of their last layers (Eq. 8 of LLAMA), with noise
-and damping. For each way of adapting, these are fitted again to the evidence of tuning tasks, and it is judged on other
-tasks, by points that were not adapted to; coverage is counted over all of them.
+and damping. These are fitted again to the evidence of tuning tasks, and judged on other tasks, by points that were
+not adapted to; coverage is counted over all of them.
 
     last-layer        the layers below stay where they are
     kronecker         all layers adapt, and the evidence says how far the lower ones may go: for features that were
                       learned for these very tasks, hardly at all
-    kronecker, free   all layers adapt, the lower ones under a prior wide enough for them to move. Shown, not claimed:
-                      a product of means is no mean of products, its evidence takes for noise what the factors miss,
-                      and intervals come out too wide
+    kronecker, free   all layers adapt, the lower ones under a prior wide enough for them to move: shown, not claimed
+
+Noise and the precision of the last layer are fitted where the evidence is exact, for the last layer, and to many tasks:
+to 30 of them, the noise is off by a tenth now and then, and coverage by four points. The evidence of Kronecker products
+takes for noise what its factors miss.
 """
 
 from __future__ import annotations
@@ -59,28 +61,29 @@ class Sizes:
     """How much is done."""
 
     meta_steps: int = 600
-    tuning: int = 30
+    tuning: int = 300
+    tuning_lower: int = 30
     judged: int = 150
     points: int = 50
 
 
-QUICK: Final = Sizes(meta_steps=150, tuning=10, judged=40)
+QUICK: Final = Sizes(meta_steps=150, tuning=100, tuning_lower=10, judged=40)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Of adapting: the structure, the lower layers' precision at first, and whether that is fitted too."""
+    """Of adapting: the structure, the lower layers' precision at first, and what is fitted."""
 
     structure: Structure
     lower: float = LOWER_PRECISION
-    fits_lower: bool = False
+    fits: tuple[str, ...] = ("last", "noise")
 
 
 WAYS: Final = {
     "last-layer": Way("last-layer"),
-    "kronecker": Way("kronecker", fits_lower=True),
-    "kronecker, free": Way("kronecker", FREE_PRECISION),
+    "kronecker": Way("kronecker", fits=("lower",)),
+    "kronecker, free": Way("kronecker", FREE_PRECISION, fits=()),
 }
 CLAIMED: Final = ("last-layer", "kronecker")
 
@@ -194,7 +197,7 @@ def tuned(found: Fitted, batch: TaskBatch, way: Way) -> Fitted:
     """
     best = replace(found, damping=torch.cat([torch.full_like(found.damping[:-1], way.lower), found.damping[-1:]]))
     most = _mean_evidence(best, batch, way.structure)
-    for number in ("lower", "last", "noise") if way.fits_lower else ("last", "noise"):
+    for number in way.fits:
         for up in (True, False):
             while (other := _moved(best, number, up=up)) is not None:
                 value = _mean_evidence(other, batch, way.structure)
@@ -230,13 +233,16 @@ def _run(seed: int, sizes: Sizes) -> tuple[dict[str, dict[str, Any]], dict[str, 
     generator = torch.Generator().manual_seed(seed)
     start = meta_learned(sizes, generator)
     tuning = draw_points(draw_tasks(sizes.tuning, generator), SHOTS, generator)
+    some = slice(sizes.tuning_lower)
+    fewer = TaskBatch(tuning.x[some], tuning.targets[some], tuning.weight[some])
+    start = tuned(start, tuning, WAYS["last-layer"])
     tasks = draw_tasks(sizes.judged, generator)
     few, held_out = draw_points(tasks, SHOTS, generator), draw_points(tasks, sizes.points, generator)
     grid = torch.linspace(LOW, HIGH, CURVE_POINTS, dtype=torch.float64).view(1, -1, 1).expand(CURVES, -1, -1)
     rows: dict[str, dict[str, Any]] = {}
     curves: dict[str, Any] = {"x": grid[0, :, 0], "truth": truth(tasks[:CURVES], grid)[..., 0], "few": few}
     for name, way in WAYS.items():
-        found = tuned(start, tuning, way)
+        found = tuned(start, fewer, way) if way.structure == "kronecker" else start
         fitted = adapt(found, few, way.structure)
         mean, variance = fitted.predicted(held_out.x)
         moved = (fitted.point - found.start)[:, : -fitted.shape.layers(found.start)[-1].numel()]

@@ -110,7 +110,7 @@ def test_claims_are_of_the_worst_seed() -> None:
 
 
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bayes_fewshot, "QUICK", Sizes(meta_steps=4, tuning=2, judged=4, points=10))
+    monkeypatch.setattr(bayes_fewshot, "QUICK", Sizes(meta_steps=4, tuning=3, tuning_lower=2, judged=4, points=10))
     results, bars = measure_fewshot(SmallPlan(plot=tmp_path / "new"), True, Console(quiet=True))
     assert set(results["ways"]) == {*WAYS, "noise alone"}
     assert all(bar.name.endswith("quick") for bar in bars)
