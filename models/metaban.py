@@ -35,6 +35,7 @@ from models.network import (
     predict_all,
 )
 from models.normalizer import Moments, standardize, unit, winsorize
+from models.own_posterior import fitted_root, newborn_root, own_deviation
 from models.settings import MetaBanSettings
 
 #: The first epoch, and with it the first standardisation, is due at this many applied events; then at every doubling.
@@ -57,6 +58,9 @@ class MetaBanLearner(Learner):
         self.dtype = dtype
         self.inputs_expected = inputs
         self.threshold = group_threshold(settings.nu, settings.gamma)
+        #: Whether the bonus is the posterior's, and users have a root of its covariance.
+        self.unsure = settings.bonus == "posterior"
+        self.root_fields = {"root": (settings.width, settings.width)} if self.unsure else {}
 
     def initial_shared(self) -> State:
         generator = torch.Generator().manual_seed(self.settings.seed)
@@ -97,6 +101,16 @@ class MetaBanLearner(Learner):
     def mean_gradient(self, theta: Tensor, x: Tensor, batch: UserBatch, share: Tensor) -> Tensor:
         """∇½Σ(f − r)² of each user divided by their samples [B, p], its norm at most clip_norm."""
         return torch.renorm(loss_gradient(self.shape, theta, x, batch.rewards, share), 2, 0, self.settings.clip_norm)
+
+    def newborn_root(self, shared: State) -> State:
+        """What a user without samples has for the bonus `posterior`."""
+        return {"root": newborn_root(self.shape, shared["theta0"])} if self.unsure else {}
+
+    def fitted_root(self, theta: Tensor, x: Tensor, batch: UserBatch) -> State:
+        """What users with learners θ [B, p] and samples x [B, S, d] have for it."""
+        if not self.unsure:
+            return {}
+        return {"root": fitted_root(self.shape, theta, x, batch.valid, self.settings.noise)}
 
     def groups(self, pool: Arrays, query: Query, x: Tensor) -> Tensor:
         """Eq. 4 for every arm of a query, x [N, d]: who else belongs to the asking user's group, bool [N, P].
@@ -168,6 +182,7 @@ class PaperLearner(MetaBanLearner):
         parameters = self.shape.parameters
         self.fields = {"theta": (parameters,), "gradient": (parameters,), "samples": ()}
         self.continues = settings.draw == "uniform"
+        self.fields |= self.root_fields
         if self.continues:
             self.fields |= {"checkpoints": (settings.checkpoints, parameters), "fits": ()}
 
@@ -177,7 +192,7 @@ class PaperLearner(MetaBanLearner):
         if self.settings.draw == "uniform":
             state["checkpoints"] = theta0.expand(self.settings.checkpoints, -1)
             state["fits"] = torch.zeros_like(theta0[0])
-        return state
+        return state | self.newborn_root(shared)
 
     def penalty(self, theta: Tensor) -> Tensor:
         """(λ/√m) sign(θ), the L1 term of Eq. 5, which no w_u weights."""
@@ -195,7 +210,7 @@ class PaperLearner(MetaBanLearner):
         }
         if self.settings.draw == "uniform":
             state |= self.draw_checkpoint(latest, batch, previous)
-        return state
+        return state | self.fitted_root(state["theta"], x, batch)
 
     def draw_checkpoint(self, latest: Tensor, batch: UserBatch, previous: Arrays) -> State:
         """Algorithm 3, line 9: θ_t^u uniformly from the last checkpoints {θ̂_0 = Θ₀, …, θ̂_μ} still kept."""
@@ -217,9 +232,12 @@ class PaperLearner(MetaBanLearner):
         chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
         parts = [self.score_arms(outline, pool, query.own, request[arms], x[arms], others[arms]) for arms in chunks]
         mean = torch.cat([part[0] for part in parts])
-        distance = torch.cat([part[1] for part in parts])
-        bound = self.user_bound(query)[request]  # [N]
-        bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
+        if self.unsure:
+            bonus = self.settings.alpha * own_deviation(self.shape, query.own, query.slates, x)
+        else:
+            distance = torch.cat([part[1] for part in parts])
+            bound = self.user_bound(query)[request]  # [N]
+            bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
         return Scores(mean, bonus, others.sum(-1) + 1, x.new_empty((x.shape[0], self.noted)))
 
     def score_arms(

@@ -61,11 +61,15 @@ def weights(shape: Shape, theta: Tensor) -> list[Tensor]:
 
 def forward(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:
     """Each network on its own inputs: θ [B, p], x [B, S, d] → [B, S]."""
+    return (last_hidden(shape, theta, x) @ weights(shape, theta)[-1].mT).squeeze(-1)
+
+
+def last_hidden(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:
+    """What the last layer of each network is given by its own inputs: θ [B, p], x [B, S, d] → [B, S, m]."""
     hidden = x
-    *inner, last = weights(shape, theta)
-    for matrix in inner:
+    for matrix in weights(shape, theta)[:-1]:
         hidden = torch.relu(hidden @ matrix.mT)  # [B, S, m]
-    return (hidden @ last.mT).squeeze(-1)
+    return hidden
 
 
 def predict_all(shape: Shape, theta: Tensor, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from models.groups import union_by_request
 from models.learner import Arrays, Query, Scores, State, UserBatch, newest
 from models.metaban import MetaBanLearner, doubled
 from models.network import factor_norm, loss_gradient, output_factors
+from models.own_posterior import own_deviation
 from models.settings import MetaBanSettings
 
 GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -36,7 +37,7 @@ class PooledLearner(MetaBanLearner):
             "recent_features": (settings.recent_samples, inputs),
             "recent_rewards": (settings.recent_samples,),
             "samples": (),
-        }
+        } | self.root_fields
 
     def initial_shared(self) -> State:
         shared = super().initial_shared()
@@ -48,19 +49,21 @@ class PooledLearner(MetaBanLearner):
             "recent_features": shared["theta"].new_zeros(self.fields["recent_features"]),
             "recent_rewards": shared["theta"].new_zeros(self.fields["recent_rewards"]),
             "samples": torch.zeros_like(shared["theta"][0]),
-        }
+        } | self.newborn_root(shared)
 
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         keep = self.settings.recent_samples
         index, valid = newest(batch.valid, keep)
         real = valid.to(self.dtype)  # [B, keep]
         features = batch.features.gather(1, index.unsqueeze(-1).expand(-1, -1, self.shape.inputs))
+        x = self.inputs(shared, batch.features)
+        theta = self.adapt_users(shared["theta"], x, batch)
         return {
-            "theta": self.adapt_users(shared["theta"], self.inputs(shared, batch.features), batch),
+            "theta": theta,
             "recent_features": features * real.unsqueeze(-1),
             "recent_rewards": batch.rewards.gather(1, index) * real,
             "samples": real.sum(-1),
-        }
+        } | self.fitted_root(theta, x, batch)
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         overdue = total_events - epoch_events >= self.settings.epoch_events
@@ -85,9 +88,10 @@ class PooledLearner(MetaBanLearner):
         members = union_by_request(mask, request, query.requests)  # [R, P]
         theta = self.adapt_meta(outline, pool, query, members)[request]  # [N, p]
         mean, factors = output_factors(self.shape, theta, x)
+        length = own_deviation(self.shape, query.own, query.slates, x) if self.unsure else factor_norm(factors)
         return Scores(
             mean,
-            self.settings.alpha * factor_norm(factors),
+            self.settings.alpha * length,
             (members.sum(-1) + 1)[request],
             x.new_empty((x.shape[0], self.noted)),
         )

@@ -139,6 +139,9 @@ class MetaBanSettings(LearnerSettings):
     nu: float = 5.0  #: ν of Eq. 4
     gamma: float = 0.1  #: γ of Eq. 4; Section 7 has 0.4, which earns less with the rates above
     alpha: float = 0.02  #: α, weight of the bonus
+    #: The bonus: the published one, of gradients, or the deviation of the user's own learner (own_posterior.py).
+    bonus: Literal["gradient", "posterior"] = "gradient"
+    noise: float = 0.1  # variance of rewards around a user's learner, for the bonus "posterior"
     beta2: float = 1.0  #: β₂ of Lemma 6.2, whose constants the paper hides
     z1: float = 0.0  #: Z₁ of Eq. 13, the same for all arms
     xi1: float = 0.0  #: ξ₁ of Lemma 6.3
@@ -159,12 +162,12 @@ class MetaBanSettings(LearnerSettings):
     epoch_events: int = 64
 
     STRUCTURE = ("preset", "width", "depth", "draw", "checkpoints", "recent_samples", "standardize", "input_norm",
-                 "seed")  # fmt: skip
+                 "seed", "bonus")  # fmt: skip
 
     def _check_values(self) -> None:
         self._at_least(1, "width", "user_steps", "meta_steps", "checkpoints", "recent_samples", "step_samples")
         self._at_least(1, "epoch_events")
-        self._positive("user_rate", "meta_rate", "clip_norm", "log_constant")
+        self._positive("user_rate", "meta_rate", "clip_norm", "log_constant", "noise")
         self._at_least(0, "l1", "alpha", "beta2", "z1", "xi1", "epsilon1", "user_weight", "input_norm")
         self._at_least(2, "depth")
         if not self.nu > 1 or not 0 <= self.gamma < 1:
@@ -178,6 +181,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "preset": ("default", "paper", "pooled"),
     "rate_schedule": ("constant", "per-event"),
     "draw": ("latest", "uniform"),
+    "bonus": ("gradient", "posterior"),
 }
 
 #: What each preset changes. `pooled` follows the authors' public code: Θ is trained on the pooled samples of the group.

@@ -20,6 +20,7 @@ from store.reward_rules import RewardRules
 #: Settings of the learner that have variables of their own.
 LEARNER_SETTINGS = (
     "alpha", "nu", "gamma", "width", "depth", "user_steps", "meta_steps", "user_rate", "meta_rate", "l1", "standardize",
+    "bonus",
 )  # fmt: skip
 
 
@@ -74,6 +75,11 @@ class Settings(BaseSettings):
         description="Posterior heads on a shared trunk, Meta-Ban as published, or what its public code does.",
     )
     alpha: float | None = Field(default=None, ge=0, le=1e6, description="Weight of the exploration bonus.")
+    bonus: Literal["gradient", "posterior"] | None = Field(
+        default=None,
+        description="What the bonus of paper and pooled is made of: gradients, as published, or the deviation of the "
+        "asking user's own learner. That of the preset default always is its posterior's.",
+    )
     nu: float | None = Field(default=None, gt=1, le=1e6, description="Group tolerance ν of Eq. 4.")
     gamma: float | None = Field(default=None, ge=0, lt=1, description="Group gap γ of Eq. 4.")
     width: int | None = Field(default=None, ge=1, le=4096, description="Units in each hidden layer, m.")
@@ -279,6 +285,10 @@ def learner_settings(settings: Settings) -> LearnerSettings:
     """The preset with what the environment overrides."""
     given = {name: getattr(settings, name) for name in LEARNER_SETTINGS}
     overrides = {name: value for name, value in given.items() if value is not None}
+    if settings.preset == "default" and overrides.pop("bonus", "posterior") != "posterior":
+        raise SettingsError(
+            "METABAN_BONUS: the bonus of the preset default is its posterior's: leave it out, or say so"
+        )
     known = named_settings(settings.preset).to_json()
     for name in overrides:
         if name not in known:

@@ -16,9 +16,22 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 
 from models.bank import UserBank
+from models.curvature import STRUCTURES, Structure
 from models.groups import relative_groups
+from models.laplace import (
+    Bernoulli,
+    Gaussian,
+    Likelihood,
+    TaskBatch,
+    adapted,
+    laplace,
+    log_evidence,
+    mode,
+    objective,
+)
 from models.learner import Learner, Query, State, UserBatch
 from models.network import Shape, gradient_distance, gradient_norm
+from models.plain_net import NetShape
 from models.presets import build_learner
 from models.settings import LearnerSettings, named_settings
 from models.slates import Slates
@@ -165,6 +178,8 @@ VARIANTS = [
     settings("paper", rate_schedule="constant", standardize=False, depth=4),
     settings("pooled"),
     settings("pooled", rate_schedule="constant", standardize=False, depth=4),
+    settings("paper", bonus="posterior", draw="uniform", checkpoints=3),
+    settings("pooled", bonus="posterior", depth=3),
     settings("default"),
     settings("default", head_inputs_max=3, head_directions=2, bins=0),
     settings("default", head_inputs_max=3, head_directions=2, apart=False),
@@ -237,6 +252,24 @@ def test_the_parts_stay_on_the_gpu() -> None:
         gradient_distance(shape, theta, theta[0], x),
         relative_groups(torch.zeros(3, USERS, device=CUDA), torch.zeros(3, device=CUDA), 0.1),
     )
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+@pytest.mark.parametrize("structure", sorted(STRUCTURES))
+def test_laplace_stays_on_the_gpu(structure: Structure, likelihood: str) -> None:
+    shape, damping = NetShape((INPUTS, 4, 2)), torch.ones((), dtype=torch.float64, device=CUDA)
+    likely: Likelihood = Gaussian(damping) if likelihood == "gaussian" else Bernoulli()
+    start = torch.zeros(shape.parameters, dtype=torch.float64, device=CUDA)
+    x = torch.zeros(USERS, SAMPLES, INPUTS, dtype=torch.float64, device=CUDA)
+    tasks = TaskBatch(x, x[..., :2], x[..., 0])
+    nets = mode(shape, start, tasks, likely, structure, damping)
+    fitted = laplace(shape, nets, tasks, likely, structure, damping)
+    drawn = fitted.curvature.spread(torch.zeros(USERS, 3, shape.parameters, device=CUDA))
+    on_gpu(nets, drawn, *fitted.predicted(x), log_evidence(fitted, start, tasks, likely, damping))
+    # What the meta-gradient goes through; autograd itself asks the driver for a stream.
+    on_gpu(adapted(shape, start, tasks, likely, rate=0.1, steps=2), objective(fitted, tasks, likely, 0.5))
+    with pytest.raises(RuntimeError, match=TWO_DEVICES):
+        fitted.predicted(x.cpu())
 
 
 @pytest.mark.parametrize("preset", ["default", "paper", "pooled"])

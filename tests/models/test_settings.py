@@ -26,7 +26,7 @@ def test_what_is_stored_comes_back(preset: Any) -> None:
         ("user_rate", 0), ("meta_rate", -1), ("meta_rate", float("inf")), ("alpha", -0.1), ("alpha", "1"),
         ("epsilon1", -5), ("xi1", -1), ("z1", float("nan")), ("l1", -1), ("nu", 1), ("gamma", 1), ("gamma", -0.1),
         ("delta", 0), ("delta", 1), ("draw", "first"), ("rate_schedule", 3), ("standardize", 1), ("input_norm", -1),
-        ("clip_norm", 0), ("log_constant", 0), ("checkpoints", 0), ("user_weight", -1),
+        ("clip_norm", 0), ("log_constant", 0), ("checkpoints", 0), ("user_weight", -1), ("bonus", "ucb"), ("noise", 0),
     ],
 )  # fmt: skip
 def test_what_no_learner_could_use_is_refused_by_name(name: str, value: object) -> None:
@@ -75,7 +75,14 @@ def test_a_preset_that_is_not_there_is_refused(preset: str) -> None:
 def test_structure_is_what_stored_tensors_depend_on() -> None:
     settings = named_settings("paper")
     assert named_settings("paper", alpha=1.0, gamma=0.3, user_rate=0.2).structure() == settings.structure()
-    for change in ({"width": 7}, {"depth": 3}, {"seed": 1}, {"standardize": False}, {"input_norm": 1.0}):
+    for change in (
+        {"width": 7},
+        {"depth": 3},
+        {"seed": 1},
+        {"standardize": False},
+        {"input_norm": 1.0},
+        {"bonus": "posterior"},
+    ):
         assert named_settings("paper", **change).structure() != settings.structure()
 
 
