@@ -9,7 +9,9 @@ from typing import Any, Final
 from rich.console import Console
 
 from bench.bayes_cost import measure_cost
+from bench.bayes_fewshot import measure_fewshot
 from bench.bayes_gradient import measure_gradient
+from bench.bayes_heads import measure_heads
 from bench.bayes_plan import BayesPlan
 from bench.bayes_sine import measure_sinusoids
 from bench.report import Bar, Report
@@ -20,6 +22,8 @@ PARTS: Final[Mapping[str, Part]] = {
     "sinusoids": measure_sinusoids,
     "gradient": measure_gradient,
     "cost": measure_cost,
+    "heads": measure_heads,
+    "fewshot": measure_fewshot,
 }
 
 

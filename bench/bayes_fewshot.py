@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.bayes_heads import Plan
+from bench.bayes_plan import BayesPlan
 from bench.report import Bar
 from models.curvature import Structure
 from models.laplace import Gaussian, Laplace, TaskBatch, laplace, log_evidence, mode
@@ -98,7 +98,7 @@ class Fitted:
     damping: Tensor  # [layers]
 
 
-def measure_fewshot(plan: Plan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+def measure_fewshot(plan: BayesPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """Coverage and calibration of all ways to adapt, on all seeds."""
     sizes = QUICK if quick else Sizes()
     rows, curves = [], []

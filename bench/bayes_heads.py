@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench.bayes_plan import BayesPlan
 from bench.environments import SyntheticGroups
 from bench.harness import LocalLoop, plain_layout
 from bench.report import Bar
@@ -50,22 +50,6 @@ KEPT: Final = 256
 CHECKPOINTS: Final = 20
 
 
-class Plan(Protocol):
-    """What a benchmark of Bayesian learners is told."""
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Of the worlds."""
-
-    @property
-    def data(self) -> Path | None:
-        """Folder of the public data sets."""
-
-    @property
-    def plot(self) -> Path | None:
-        """Folder for pictures."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class World:
@@ -77,7 +61,7 @@ class World:
     environment: SyntheticGroups
 
 
-def measure_heads(plan: Plan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+def measure_heads(plan: BayesPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """Heads against the analytic posterior, and ways to keep statistics against fitting again."""
     rows, drifts = [], []
     for seed in plan.seeds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,14 +33,8 @@ from bench.bayes_fewshot import (
     truth,
     tuned,
 )
+from bench.bayes_plan import BayesPlan
 from models.threads import one_thread
-
-
-@dataclass(frozen=True)
-class SmallPlan:
-    seeds: tuple[int, ...] = (50,)
-    data: Path | None = None
-    plot: Path | None = None
 
 
 def generator(seed: int = 1) -> torch.Generator:
@@ -111,7 +105,7 @@ def test_claims_are_of_the_worst_seed() -> None:
 
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bayes_fewshot, "QUICK", Sizes(meta_steps=4, tuning=3, tuning_lower=2, judged=4, points=10))
-    results, bars = measure_fewshot(SmallPlan(plot=tmp_path / "new"), True, Console(quiet=True))
+    results, bars = measure_fewshot(BayesPlan(seeds=(50,), plot=tmp_path / "new"), True, Console(quiet=True))
     assert set(results["ways"]) == {*WAYS, "noise alone"}
     assert all(bar.name.endswith("quick") for bar in bars)
     assert all(0 <= row["coverage"][0] <= 1 and len(row["rmse"]) == 1 for row in results["ways"].values())

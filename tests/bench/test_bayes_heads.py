@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import torch
 from rich.console import Console
 
 from bench import bayes_heads
 from bench.bayes_heads import LIMIT, analytic, analytic_groups, measure_heads
+from bench.bayes_plan import BayesPlan
 from models.judging import believe
 from models.prior import Groups, Prior, Statistics
 
 D = 4
-
-
-@dataclass(frozen=True)
-class SmallPlan:
-    seeds: tuple[int, ...] = (50,)
-    data: Path | None = None
-    plot: Path | None = None
 
 
 def drawn(*size: int, seed: int) -> torch.Tensor:
@@ -62,7 +53,7 @@ def test_the_reference_of_groups_is_what_the_learner_believes() -> None:
 def test_the_claims_hold_of_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bayes_heads, "QUICK_ROUNDS", 260)
     monkeypatch.setattr(bayes_heads, "QUICK_EVENTS", 300)
-    results, bars = measure_heads(SmallPlan(), True, Console(quiet=True))
+    results, bars = measure_heads(BayesPlan(seeds=(50,)), True, Console(quiet=True))
     assert len(bars) == 5
     assert all(bar.holds and bar.limit == LIMIT and bar.name.endswith("quick") for bar in bars)
     assert results["largest_deviation"]["groups"] > 1
@@ -74,5 +65,5 @@ def test_a_wrong_head_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bayes_heads, "QUICK_ROUNDS", 30)
     monkeypatch.setattr(bayes_heads, "QUICK_EVENTS", 30)
     monkeypatch.setattr("models.prior.Prior.mean_under", lambda self, covariance, moment: moment * 0)
-    _, bars = measure_heads(SmallPlan(), True, Console(quiet=True))
+    _, bars = measure_heads(BayesPlan(seeds=(50,)), True, Console(quiet=True))
     assert not any(bar.holds for bar in bars if "covariance" not in bar.name)
