@@ -189,7 +189,7 @@ def bayes(
     quick: Quick = False,
     check: Check = False,
 ) -> None:
-    """Priors learned from the posteriors of many tasks (GEM-BML against MAML and Reptile), and what posteriors are worth.
+    """Priors learned from posteriors of many tasks (GEM-BML against MAML and Reptile), and what posteriors are worth.
 
     [bold]sinusoids[/]: error on new sine tasks after a few steps. [bold]gradient[/]: error of the meta-gradient where
     the analytic one is known. [bold]cost[/]: memory and time of a meta-update. [bold]heads[/]: users' heads against the
