@@ -13,22 +13,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
+#: Posterior draws [n, M]: what each of n arms may be worth.
+Matrix = NDArray[np.float64]
+
+#: Draws of each arm that `thompson` counts, unless told otherwise: they set how fine its propensities are.
+DRAWS: Final = 64
+#: How far from the mean draws are taken, as a share of the posterior's deviation.
+DRAWS_SCALE: Final = 0.1
 
 
 class Policy(ABC):
     """A rule for choosing among arms."""
 
     name: str
+    #: How many joint posterior draws of each arm it wants to see.
+    draws: int = 0
 
     @abstractmethod
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
-        """The chance of each arm to be chosen next; sums to 1."""
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
+        """The chance of each arm to be chosen next; sums to 1. `drawn` has as many draws as it wants, if any."""
 
 
 @final
@@ -37,7 +46,7 @@ class UpperConfidence(Policy):
 
     name = "ucb"
 
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         score = mean + bonus
         best = score == score.max()
         shares: Vector = best / np.count_nonzero(best)
@@ -51,11 +60,9 @@ class FlooredUpperConfidence(Policy):
     name = "ucb-floor"
 
     def __init__(self, epsilon: float) -> None:
-        if not 0 <= epsilon <= 1:
-            raise ValueError("epsilon must lie in [0, 1]")
-        self.epsilon = epsilon
+        self.epsilon = _share(epsilon)
 
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         greedy = UpperConfidence().probabilities(mean, bonus)
         return (1 - self.epsilon) * greedy + self.epsilon / len(mean)
 
@@ -71,12 +78,47 @@ class InverseGap(Policy):
             raise ValueError("gamma must be positive")
         self.gamma = gamma
 
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         score = mean + bonus
         weights: Vector = 1 / (len(score) + self.gamma * (score.max() - score))
         best = score == score.max()
         weights[best] = (1 - weights[~best].sum()) / best.sum()
         return weights
+
+
+@final
+class Thompson(Policy):
+    """`thompson`: as often as an arm is the best of a posterior draw, with the floor of `ucb-floor` (Thompson, 1933).
+
+    Where an arm is best in m of M draws its chance is (1 − ε)·m/M + ε/n, and the arm is drawn from these chances: to
+    follow one draw is the same in law, but nobody could tell the chance that its choice had. A scale below 1 takes the
+    posterior to be narrower by so much than it is, and explores the less.
+    """
+
+    name = "thompson"
+
+    def __init__(self, draws: int, scale: float, epsilon: float) -> None:
+        if draws < 1:
+            raise ValueError("draws must be at least 1")
+        if not 0 <= scale < np.inf:
+            raise ValueError("scale must not be negative")
+        self.draws = draws
+        self.scale = scale
+        self.epsilon = _share(epsilon)
+
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
+        if drawn is None or drawn.shape != (len(mean), self.draws):
+            raise ValueError(f"thompson needs {self.draws} draws of each arm")
+        worth = mean[:, None] + self.scale * (drawn - mean[:, None])  # [n, M]
+        best = worth == worth.max(0)
+        often: Vector = (best / best.sum(0)).mean(1)  # [n], ties shared
+        return (1 - self.epsilon) * often + self.epsilon / len(mean)
+
+
+def _share(epsilon: float) -> float:
+    if not 0 <= epsilon <= 1:
+        raise ValueError("epsilon must lie in [0, 1]")
+    return epsilon
 
 
 @final
@@ -88,20 +130,26 @@ class Slate:
     propensities: tuple[float, ...]
 
 
-def draw_slate(policy: Policy, mean: Vector, bonus: Vector, size: int, draws: Iterator[float]) -> Slate:
-    """Draw `size` arms without replacement, one number in [0, 1) each; scores have to be finite to be drawn from."""
-    if not np.isfinite(mean + bonus).all():
+def draw_slate(
+    policy: Policy, mean: Vector, bonus: Vector, size: int, shares: Iterator[float], drawn: Matrix | None = None
+) -> Slate:
+    """Draw `size` arms without replacement, one share in [0, 1) each; scores have to be finite to be drawn from.
+
+    `drawn` are the draws that the policy wants [n, M]. Below the first position they are compared over the arms left.
+    """
+    if not np.isfinite(mean + bonus).all() or not (drawn is None or np.isfinite(drawn).all()):
         raise ValueError("scores must be finite")
     left = list(range(len(mean)))
     chosen: list[int] = []
     propensities: list[float] = []
     while len(chosen) < size:
-        chances = policy.probabilities(mean, bonus)
-        place = _place_of(next(draws), chances)
+        chances = policy.probabilities(mean, bonus, drawn)
+        place = _place_of(next(shares), chances)
         chosen.append(left.pop(place))
         propensities.append(float(chances[place]))
         if len(chosen) < size:
             mean, bonus = np.delete(mean, place), np.delete(bonus, place)
+            drawn = None if drawn is None else np.delete(drawn, place, 0)
     return Slate(tuple(chosen), tuple(propensities))
 
 
@@ -122,11 +170,19 @@ def decision_draws(seed: int, decision_id: str) -> Iterator[float]:
             yield (int.from_bytes(digest[start : start + 8], "little") >> 11) * 2.0**-53
 
 
-def build_policy(name: str, *, epsilon: float, squarecb_gamma: float) -> Policy:
+def build_policy(
+    name: str,
+    *,
+    epsilon: float,
+    squarecb_gamma: float,
+    thompson_draws: int = DRAWS,
+    thompson_scale: float = DRAWS_SCALE,
+) -> Policy:
     """The policy of that name."""
     policies: dict[str, Policy] = {
         "ucb": UpperConfidence(),
         "ucb-floor": FlooredUpperConfidence(epsilon),
         "squarecb": InverseGap(squarecb_gamma),
+        "thompson": Thompson(thompson_draws, thompson_scale, epsilon),
     }
     return policies[name]
