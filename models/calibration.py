@@ -105,6 +105,10 @@ class Reliability:
         enough = self.table[:, 0] >= MCE_SAMPLES
         return float(self.gaps[enough].max()) if enough.any() else None
 
+    def summary(self) -> dict[str, float | None]:
+        """All of it that is one number, by name."""
+        return {"samples": self.count, "ece": self.ece, "mce": self.mce, "coverage": self.coverage}
+
     @property
     def coverage(self) -> float:
         """The share of rewards inside their interval."""

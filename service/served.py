@@ -79,8 +79,8 @@ class ServedModel:
         self._briefs: OrderedDict[str, Arrays] = OrderedDict()
         self._stale: dict[str, None] = {}
         self._stranger: Arrays | None = None
-        #: Whether briefs have what draws need: as the latest requests wanted it.
-        self._with_draws = False
+        #: Whether briefs have what draws need, and whether anybody wanted draws since the epoch began.
+        self._with_draws = self._draws_wanted = False
         self._plain_view: tuple[State, Arrays] | None = None
 
     def __len__(self) -> int:
@@ -137,6 +137,7 @@ class ServedModel:
         self.learner = learner
         self._newborn = learner.newborn(self._shared)
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
+        self._with_draws, self._draws_wanted = self._draws_wanted, False
         self._doubt_briefs()
 
     def _doubt_briefs(self) -> None:
@@ -222,9 +223,10 @@ class ServedModel:
         """Requests as one query, and which state of each asking user it is about."""
         # Those who want none get some, too, when they stand beside others: that happens while a policy is changed.
         draws = max(request.draws for request in requests)
-        if self._with_draws != bool(draws):
-            self._with_draws = bool(draws)
+        if draws and not self._with_draws:
+            self._with_draws = True
             self._doubt_briefs()
+        self._draws_wanted |= draws > 0
         asking = [self._brief_of(request) for request in requests]
         arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
         query = Query(
