@@ -25,7 +25,7 @@ Matrix = NDArray[np.float64]
 #: Draws of each arm that `thompson` counts, unless told otherwise: they set how fine its propensities are.
 DRAWS: Final = 64
 #: How far from the mean draws are taken, as a share of the posterior's deviation.
-DRAWS_SCALE: Final = 0.1
+DRAWS_SCALE: Final = 0.03
 
 
 class Policy(ABC):

@@ -79,7 +79,7 @@ class ConfigOut(BaseModel):
                         "epsilon": 0.05,
                         "squarecb_gamma": 100.0,
                         "thompson_draws": 64,
-                        "thompson_scale": 0.1,
+                        "thompson_scale": 0.03,
                         "serving": "learner",
                         "baseline": [],
                         "reward_min": 0.0,
