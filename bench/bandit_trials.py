@@ -46,7 +46,7 @@ class Contender:
             found |= {"draws": shipped.thompson_draws, "scale": shipped.thompson_scale}
         else:
             found["alpha"] = alpha
-        return found if self.policy == "ucb" else {**found, "epsilon": shipped.epsilon}
+        return {**found, "epsilon": shipped.epsilon} if self.policy == "ucb-floor" else found
 
 
 @final

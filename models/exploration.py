@@ -22,8 +22,9 @@ Vector = NDArray[np.float64]
 #: Posterior draws [n, M]: what each of n arms may be worth.
 Matrix = NDArray[np.float64]
 
-#: Draws of each arm that `thompson` counts, unless told otherwise: they set how fine its propensities are.
-DRAWS: Final = 64
+#: Draws of each arm that `thompson` counts, unless told otherwise: they set how fine its propensities are, and how
+#: small the least of them.
+DRAWS: Final = 256
 #: How far from the mean draws are taken, as a share of the posterior's deviation.
 DRAWS_SCALE: Final = 0.03
 
@@ -60,7 +61,9 @@ class FlooredUpperConfidence(Policy):
     name = "ucb-floor"
 
     def __init__(self, epsilon: float) -> None:
-        self.epsilon = _share(epsilon)
+        if not 0 <= epsilon <= 1:
+            raise ValueError("epsilon must lie in [0, 1]")
+        self.epsilon = epsilon
 
     def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         greedy = UpperConfidence().probabilities(mean, bonus)
@@ -88,37 +91,30 @@ class InverseGap(Policy):
 
 @final
 class Thompson(Policy):
-    """`thompson`: as often as an arm is the best of a posterior draw, with the floor of `ucb-floor` (Thompson, 1933).
+    """`thompson`: as often as an arm is the best of a posterior draw (Thompson, 1933).
 
-    Where an arm is best in m of M draws its chance is (1 − ε)·m/M + ε/n, and the arm is drawn from these chances: to
-    follow one draw is the same in law, but nobody could tell the chance that its choice had. A scale below 1 takes the
-    posterior to be narrower by so much than it is, and explores the less.
+    Where an arm is best in m of M draws its chance is (m + 1/n)/(M + 1), as if all had shared one more draw, and the
+    arm is drawn from these chances: to follow a single draw is nearly the same in law, but nobody could tell the chance
+    that its choice had. A scale below 1 takes the posterior to be narrower than it is, and explores the less.
     """
 
     name = "thompson"
 
-    def __init__(self, draws: int, scale: float, epsilon: float) -> None:
+    def __init__(self, draws: int, scale: float) -> None:
         if draws < 1:
             raise ValueError("draws must be at least 1")
         if not 0 <= scale < np.inf:
             raise ValueError("scale must not be negative")
         self.draws = draws
         self.scale = scale
-        self.epsilon = _share(epsilon)
 
     def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         if drawn is None or drawn.shape != (len(mean), self.draws):
             raise ValueError(f"thompson needs {self.draws} draws of each arm")
         worth = mean[:, None] + self.scale * (drawn - mean[:, None])  # [n, M]
         best = worth == worth.max(0)
-        often: Vector = (best / best.sum(0)).mean(1)  # [n], ties shared
-        return (1 - self.epsilon) * often + self.epsilon / len(mean)
-
-
-def _share(epsilon: float) -> float:
-    if not 0 <= epsilon <= 1:
-        raise ValueError("epsilon must lie in [0, 1]")
-    return epsilon
+        often: Vector = (best / best.sum(0)).sum(1)  # [n], ties shared
+        return (often + 1 / len(mean)) / (self.draws + 1)
 
 
 @final
@@ -183,6 +179,6 @@ def build_policy(
         "ucb": UpperConfidence(),
         "ucb-floor": FlooredUpperConfidence(epsilon),
         "squarecb": InverseGap(squarecb_gamma),
-        "thompson": Thompson(thompson_draws, thompson_scale, epsilon),
+        "thompson": Thompson(thompson_draws, thompson_scale),
     }
     return policies[name]

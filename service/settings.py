@@ -102,16 +102,19 @@ class Settings(BaseSettings):
     policy: Literal["ucb", "ucb-floor", "squarecb", "thompson"] = Field(
         default="ucb-floor",
         description="How arms are chosen from their scores: the best one, the best one with an exact floor of "
-        "epsilon, by inverse-gap weighting, or as often as an arm is the best of a posterior draw, with that floor.",
+        "epsilon, by inverse-gap weighting, or as often as an arm is the best of a posterior draw.",
     )
     epsilon: float = Field(
-        default=0.02, ge=0, le=1, description="Share of decisions spread evenly over the arms (ucb-floor, thompson)."
+        default=0.02, ge=0, le=1, description="Share of decisions spread evenly over the arms (ucb-floor)."
     )
     squarecb_gamma: float = Field(
         default=100.0, gt=0, le=1e9, description="How strongly squarecb prefers the best arm."
     )
     thompson_draws: int = Field(
-        default=DRAWS, ge=1, le=1_000, description="Posterior draws of each arm that thompson counts."
+        default=DRAWS,
+        ge=1,
+        le=1_000,
+        description="Posterior draws of each arm that thompson counts; one more is shared by all.",
     )
     thompson_scale: float = Field(
         default=DRAWS_SCALE,

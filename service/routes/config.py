@@ -78,7 +78,7 @@ class ConfigOut(BaseModel):
                         "policy": "ucb-floor",
                         "epsilon": 0.05,
                         "squarecb_gamma": 100.0,
-                        "thompson_draws": 64,
+                        "thompson_draws": 256,
                         "thompson_scale": 0.03,
                         "serving": "learner",
                         "baseline": [],

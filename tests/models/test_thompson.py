@@ -16,7 +16,6 @@ from models.posterior import PosteriorLearner
 from models.slates import Slates
 from tests.models.posterior_worlds import fitted, generator_of, kinds, small, taught
 
-EPSILON = 0.04
 MEAN = np.array([0.5, 0.45, 0.3])
 NONE = np.zeros(3)
 
@@ -29,22 +28,21 @@ class TestShares:
     #: Best are arms 0, 0, 1, and in the last draw both 1 and 2.
     DRAWN = np.array([[0.9, 0.8, 0.1, 0.2], [0.5, 0.1, 0.2, 0.7], [0.2, 0.3, 0.0, 0.7]])
 
-    def test_are_counted_with_ties_shared_and_a_floor(self) -> None:
-        expected = np.array([2, 1.5, 0.5]) / 4
-        assert chances(Thompson(4, 1.0, 0.0), self.DRAWN) == pytest.approx(expected)
-        assert chances(Thompson(4, 1.0, EPSILON), self.DRAWN) == pytest.approx(0.96 * expected + EPSILON / 3)
+    def test_are_counted_with_ties_shared_and_one_draw_for_all(self) -> None:
+        expected = (np.array([2, 1.5, 0.5]) + 1 / 3) / 5
+        assert chances(Thompson(4, 1.0), self.DRAWN) == pytest.approx(expected)
 
     def test_every_arm_has_a_chance(self) -> None:
         never = np.array([[1.0] * 8, [0.0] * 8, [0.0] * 8])
-        found = chances(Thompson(8, 1.0, 0.03), never)
-        assert found == pytest.approx([0.98, 0.01, 0.01])
+        found = chances(Thompson(8, 1.0), never)
+        assert found == pytest.approx([25 / 27, 1 / 27, 1 / 27])
         assert found.sum() == pytest.approx(1.0, abs=1e-15)
 
     def test_a_scale_takes_draws_towards_the_mean(self) -> None:
         drawn = np.array([[0.4, 0.5], [0.6, 0.5], [0.3, 0.3]])
-        assert chances(Thompson(2, 1.0, 0.0), drawn).tolist() == [0.25, 0.75, 0]
-        assert chances(Thompson(2, 0.1, 0.0), drawn).tolist() == [1, 0, 0]
-        assert chances(Thompson(2, 0.0, 0.0), drawn, np.array([0.5, 0.5, 0.1])).tolist() == [0.5, 0.5, 0]
+        assert chances(Thompson(2, 1.0), drawn) * 9 == pytest.approx([2.5, 5.5, 1])
+        assert chances(Thompson(2, 0.1), drawn) * 9 == pytest.approx([7, 1, 1])
+        assert chances(Thompson(2, 0.0), drawn, np.array([0.5, 0.5, 0.1])) * 9 == pytest.approx([4, 4, 1])
 
     def test_many_draws_come_to_the_probability_of_being_best(self) -> None:
         """Of two arms that is known: P(a > b) = Φ((m_a − m_b)/√(s_a² + s_b²))."""
@@ -52,16 +50,14 @@ class TestShares:
         mean, deviation = np.array([0.5, 0.4]), np.array([0.1, 0.2])
         drawn = mean[:, None] + deviation[:, None] * random.standard_normal((2, count))
         wanted = norm.cdf(0.1 / np.hypot(*deviation))
-        assert chances(Thompson(count, 1.0, 0.0), drawn, mean)[0] == pytest.approx(wanted, abs=4 * 0.5 / count**0.5)
+        assert chances(Thompson(count, 1.0), drawn, mean)[0] == pytest.approx(wanted, abs=4 * 0.5 / count**0.5)
 
     def test_what_cannot_be(self) -> None:
         with pytest.raises(ValueError, match="draws"):
-            Thompson(0, 1.0, 0.1)
+            Thompson(0, 1.0)
         for scale in (-0.1, float("nan"), float("inf")):
             with pytest.raises(ValueError, match="scale"):
-                Thompson(4, scale, 0.1)
-        with pytest.raises(ValueError, match="epsilon"):
-            Thompson(4, 1.0, 1.1)
+                Thompson(4, scale)
         policy = build_policy("thompson", epsilon=0.1, squarecb_gamma=3.0, thompson_draws=4, thompson_scale=1.0)
         assert (policy.name, policy.draws) == ("thompson", 4)
         for drawn in (None, self.DRAWN[:, :3], self.DRAWN[:2]):
@@ -73,14 +69,14 @@ class TestShares:
 
 def test_positions_are_compared_over_the_arms_left() -> None:
     """The chance of a slate is the product of its propensities, and those of all slates add up to 1."""
-    policy, random = Thompson(7, 1.0, EPSILON), np.random.default_rng(2)
+    policy, random = Thompson(7, 1.0), np.random.default_rng(2)
     drawn, mean = random.standard_normal((4, 7)), np.zeros(4)
     chance = {}
     for slate in permutations(range(4), 3):
         left, product = [0, 1, 2, 3], []
         for arm in slate:
             best = [max(left, key=lambda each: drawn[each, column]) for column in range(7)]
-            product.append((1 - EPSILON) * best.count(arm) / 7 + EPSILON / len(left))
+            product.append((best.count(arm) + 1 / len(left)) / 8)
             left.remove(arm)
         chance[slate] = product
     assert sum(float(np.prod(each)) for each in chance.values()) == pytest.approx(1.0)
@@ -111,7 +107,7 @@ def test_arms_come_as_often_as_the_logged_propensities_say() -> None:
     newborn = {name: value.unsqueeze(0) for name, value in learner.newborn(shared).items()}
     brief = learner.brief_draws(learner.brief(outline, newborn))
     pool, arms = fitted(learner, shared, []), torch.randn(4, 3, generator=generator_of(4))
-    policy, rounds = Thompson(16, 1.0, EPSILON), 3_000
+    policy, rounds = Thompson(16, 1.0), 3_000
     # As one micro-batch: what each gets it would get alone.
     query = Query(
         arms=arms.repeat(rounds, 1),
