@@ -131,7 +131,7 @@ def play(trial: Trial) -> Played:
         chances.append(policy.latest[order])
         loop.learn(asked.user_id, choice, float(reward[number]))
     mean, deviation, reach = notes.T
-    return Played(regret, places, np.stack(chances), mean, deviation, reach, reward, mislogged)
+    return Played(regret, places, np.stack(chances), mean, deviation, reach * deviation, reward, mislogged)
 
 
 def play_all(trials: Sequence[Trial], console: Console) -> list[Played]:

@@ -1,16 +1,17 @@
 """Whether predictions come true: reliability of what was noted when decisions were made, against the rewards since.
 
 Everything rests on notes: what the learner would say now has seen the reward. Of each sample the notes have the mean m
-that was expected, the deviation s of a reward around it, √(σ² + noise), and the reach of the interval that was to hold
-9 rewards in 10. Rewards lie between 0 and 1, so the prediction is p = min(max(m, 0), 1) and the interval p ± reach.
+that was expected, the deviation s of a reward around it, √(σ² + noise), and the reach, in these, of the interval that
+was to hold 9 rewards in 10. Rewards lie between 0 and 1, so the prediction is p = min(max(m, 0), 1) and the interval
+p ± reach·s.
 
     ECE       Σ_b n_b/n · |mean prediction − mean reward| over ten bins of equal width         Naeini et al. (2015)
     MCE       the largest of these differences, over bins with enough samples
     coverage  the share of rewards inside their intervals
 
-Were rewards normal, the reach would be 1.645·s. Most are 0 or 1, and such an interval holds nearly all of them. So the
-reach is a multiple of s that is learned: the least that would have held 9 in 10 of the samples before (split conformal
-prediction, Vovk et al., 2005). It moves no mean and no ranking.
+Were rewards normal, a reach of 1.645 would do. Most are 0 or 1, and such an interval holds nearly all of them. So the
+reach is learned: the least that would have held 9 in 10 of the samples before (split conformal prediction, Vovk et al.,
+2005). It moves no mean and no ranking.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def judged(samples: Samples, since: Tensor) -> dict[str, Tensor]:
     notes = samples.notes[newest].to(torch.float64)
     predicted = torch.where(real, notes[:, MEAN].clamp(0, 1), 0)  # [n]
     miss = (rewards - predicted).abs()
-    inside = miss <= notes[:, REACH]
+    inside = miss <= notes[:, REACH] * notes[:, DEVIATION]
     numbers = torch.stack([torch.ones_like(miss), predicted, rewards, inside.to(miss)], dim=-1)  # [n, COLUMNS]
     bins = (predicted * BINS).to(torch.int64).clamp_max(BINS - 1)  # [n]
     table = numbers.new_zeros(BINS, COLUMNS).index_add(0, bins, torch.where(real.unsqueeze(-1), numbers, 0))

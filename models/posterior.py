@@ -193,6 +193,7 @@ class PosteriorLearner(Learner):
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
             "asking": packed(asking) if as_numpy else asking,
             "pieces": pieces(arrays["edges"]) if self.inputs.bins else None,
+            "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
 
     def brief(self, outline: Any, own: Arrays) -> Arrays:
@@ -224,8 +225,8 @@ class PosteriorLearner(Learner):
         notes[:, EMBEDDED : self.offered_from], notes[:, self.offered_from :] = slates.spread(own["embedding"]), offer
         if not self.settings.heads:
             nobody, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
-            notes[:, : TOGETHER + 1] = predicted[:, None]
-            self._foresee(notes, predicted, cast(library.sqrt(outline["noise"]), z), outline)
+            notes[:, : MEAN + 1], notes[:, REACH] = predicted[:, None], outline["reach"]
+            notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
             return Scores(predicted, known, nobody, notes, known, draws)
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
@@ -240,17 +241,12 @@ class PosteriorLearner(Learner):
             apart = cast(outline["noise"] * left, variance)  # [N] what arms like this one would tell
             mean, variance = mean + correction, variance + apart
         sigma = library.sqrt(variance)
-        self._foresee(notes, mean, library.sqrt(variance + cast(outline["noise"], variance)), outline)
+        notes[:, MEAN], notes[:, REACH] = mean, outline["reach"]
+        notes[:, DEVIATION] = library.sqrt(variance + outline["noise_held"])
         draws = None
         if query.draws is not None:
             draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
         return Scores(mean, self.settings.alpha * sigma, group_size, notes, sigma, draws)
-
-    @staticmethod
-    def _foresee(notes: Array, mean: Array, deviation: Array, outline: Any) -> None:
-        """Note what is expected of arms, and how far from it 9 rewards in 10 are expected."""
-        notes[:, MEAN], notes[:, DEVIATION] = mean, deviation
-        notes[:, REACH] = cast(outline["reach"], notes) * deviation
 
     def _seen(self, outline: Any, query: Query) -> tuple[Array, Array, Array]:
         """What was on offer with each arm, the arms standardised [N, d], and what the trunk says of them [N]."""

@@ -18,7 +18,7 @@ from models.memory import FIRST_GAIN, GAINS, foresight
 from models.prior import Prior, Statistics
 
 #: What is noted of a decision: the trunk's prediction, the head's without and with groups; the mean, the standard
-#: deviation of the reward around it, noise included, and how far from it 9 rewards in 10 were expected; who asked.
+#: deviation of the reward around it, noise included, and in how many of these 9 rewards in 10 were expected; who asked.
 TRUNK, ALONE, TOGETHER, MEAN, DEVIATION, REACH, EMBEDDED = range(7)
 #: Largest evidence, in nats, that the guard takes for or against groups.
 GUARD_REACH: Final = 30.0

@@ -55,7 +55,7 @@ class ArmScores:
     bonus: NDArray[np.float64]
     group_size: NDArray[np.int64]
     phi: NDArray[np.float32]
-    sigma: NDArray[np.float64]
+    sigma: NDArray[np.float32]
     drawn: NDArray[np.float64] | None  # [k, M]
     user_events: int
     epoch: int

@@ -202,7 +202,7 @@ class ServedModel:
             scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
         mean, bonus = self.taken(scores.mean, np.float64), self.taken(scores.bonus, np.float64)
         group_size, phi = self.taken(scores.group_size, np.int64), self.taken(scores.phi, np.float32)
-        sigma = self.taken(scores.sigma, np.float64)
+        sigma = self.taken(scores.sigma, np.float32)
         drawn = None if scores.draws is None else self.taken(scores.draws, np.float64)
         found, end = [], 0
         for size, standing, request in zip(query.slates.sizes, standings, requests, strict=True):

@@ -257,8 +257,7 @@ class LiteralPosterior:
         offer = [] if shared.common_ratio is None else arm.offer
         predicted = self.predicted(arm, asking)
         if not settings.heads:
-            deviation = math.sqrt(shared.noise)
-            foreseen = [predicted, deviation, shared.reach * deviation]
+            foreseen = [predicted, math.sqrt(shared.noise), shared.reach]
             return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *foreseen, *asking, *offer])
         h = self.h(arm, predicted)
         head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
@@ -281,8 +280,7 @@ class LiteralPosterior:
             found.mean += correction
             variance += left
         found.bonus = settings.alpha * math.sqrt(variance)
-        deviation = math.sqrt(variance + shared.noise)
-        foreseen = [found.mean, deviation, shared.reach * deviation]
+        foreseen = [found.mean, math.sqrt(variance + shared.noise), shared.reach]
         found.noted = [predicted, alone, together, *foreseen, *asking, *offer]
         return found
 

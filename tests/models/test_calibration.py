@@ -26,7 +26,11 @@ def samples(
 ) -> Samples:
     """Samples with these notes."""
     notes = torch.zeros(len(mean), EMBEDDED, dtype=torch.float64)
-    notes[:, MEAN], notes[:, DEVIATION], notes[:, REACH] = torch.from_numpy(mean), deviation, reach
+    notes[:, MEAN], notes[:, DEVIATION], notes[:, REACH] = (
+        torch.from_numpy(mean),
+        deviation,
+        reach / deviation if deviation else 0.0,
+    )
     when = np.zeros(len(mean), dtype=np.int64) if epochs is None else epochs
     count = torch.ones(len(mean), dtype=torch.float64)
     return Samples(torch.zeros(len(mean), 1), torch.from_numpy(rewards), notes, torch.from_numpy(when), count)
