@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from models.drawing import draws_seed
 from models.exploration import Policy, decision_draws, draw_slate
 from models.features import FeatureLayout, assemble, infer_layout
 from models.learner import Learner, State, UserBatch
@@ -78,8 +79,10 @@ class LocalLoop:
         """One arm for a user; whoever is no longer held is loaded, as the service does."""
         inputs = assemble(self.layout, arms, context)
         known = self._states.get(user_id) or self._started(user_id)
-        scores = self._served.score([ScoreRequest(user_id, inputs, known)])[0]
-        slate = draw_slate(self._policy, scores.mean, scores.bonus, 1, decision_draws(self._seed, decision_id))
+        policy, seed = self._policy, draws_seed(self._seed, decision_id)
+        scores = self._served.score([ScoreRequest(user_id, inputs, known, draws=policy.draws, seed=seed)])[0]
+        shares = decision_draws(self._seed, decision_id)
+        slate = draw_slate(policy, scores.mean, scores.bonus, 1, shares, scores.drawn)
         arm = slate.chosen[0]
         score = float(scores.mean[arm] + scores.bonus[arm])
         return Choice(arm, inputs[arm], scores.phi[arm], slate.propensities[0], score, scores.user_events)

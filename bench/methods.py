@@ -180,10 +180,10 @@ def build_method(
         )
     preset: Any = preset_of(name)  # the signature lists the presets, which only a checker can enumerate
     learner = named_settings(preset, **{**VARIANTS.get(name, {}), **(overrides or {}), "seed": seed})
-    return LearnerMethod(learner, _layout(world, products), seed=seed, candidate_pool=candidate_pool)
+    return LearnerMethod(learner, layout_of(world, products=products), seed=seed, candidate_pool=candidate_pool)
 
 
-def _layout(world: Environment, products: bool) -> FeatureLayout:
+def layout_of(world: Environment, *, products: bool = False) -> FeatureLayout:
     """What the service infers from a first request of this world."""
     shipped = shipped_settings()
     return infer_layout(

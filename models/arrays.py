@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 #: A numpy array or a torch tensor; all of one computation are of one kind.
@@ -58,6 +59,11 @@ def cast(array: Array, like: Array) -> Array:
     return array.to(like.dtype) if isinstance(array, Tensor) else array.astype(like.dtype, copy=False)
 
 
+def like_kind(array: NDArray[Any], like: Array) -> Array:
+    """A numpy array as one of the kind and type of another, and where that is."""
+    return torch.from_numpy(array).to(like) if isinstance(like, Tensor) else array.astype(like.dtype, copy=False)
+
+
 def chosen(array: Array, index: Array) -> Array:
     """Of [B, S, …] the places [B, n, …] that an index names along S."""
     return torch.take_along_dim(array, index, 1) if isinstance(array, Tensor) else np.take_along_axis(array, index, 1)
@@ -80,6 +86,26 @@ def inverse(matrix: Array) -> Array:
 def _inverse_or_nan(matrix: Array) -> Array:
     try:
         return np.linalg.inv(matrix)
+    except np.linalg.LinAlgError:
+        return np.full_like(matrix, np.nan)
+
+
+def lower_factor(matrix: Array) -> tuple[Array, Array]:
+    """L with L Lᵀ = matrix of symmetric positive definite [..., D, D], and of which it is one, bool [...]."""
+    if isinstance(matrix, Tensor):
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        return factor, failed == 0
+    try:
+        return np.linalg.cholesky(matrix), np.ones(matrix.shape[:-2], dtype=np.bool_)
+    except np.linalg.LinAlgError:  # says not of which, and the others are sound
+        found = [_factor_or_nan(one) for one in matrix.reshape(-1, *matrix.shape[-2:])]
+        factor = np.stack(found).reshape(matrix.shape)
+        return factor, np.isfinite(factor).all((-2, -1))
+
+
+def _factor_or_nan(matrix: Array) -> Array:
+    try:
+        return np.linalg.cholesky(matrix)
     except np.linalg.LinAlgError:
         return np.full_like(matrix, np.nan)
 

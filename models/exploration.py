@@ -13,22 +13,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
+#: Posterior draws [n, M]: what each of n arms may be worth.
+Matrix = NDArray[np.float64]
+
+#: Draws of each arm that `thompson` counts, unless told otherwise: they set how fine its propensities are, and how
+#: small the least of them.
+DRAWS: Final = 256
+#: How far from the mean draws are taken, as a share of the posterior's deviation.
+DRAWS_SCALE: Final = 0.03
 
 
 class Policy(ABC):
     """A rule for choosing among arms."""
 
     name: str
+    #: How many joint posterior draws of each arm it wants to see.
+    draws: int = 0
 
     @abstractmethod
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
-        """The chance of each arm to be chosen next; sums to 1."""
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
+        """The chance of each arm to be chosen next; sums to 1. `drawn` has as many draws as it wants, if any."""
 
 
 @final
@@ -37,7 +47,7 @@ class UpperConfidence(Policy):
 
     name = "ucb"
 
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         score = mean + bonus
         best = score == score.max()
         shares: Vector = best / np.count_nonzero(best)
@@ -55,7 +65,7 @@ class FlooredUpperConfidence(Policy):
             raise ValueError("epsilon must lie in [0, 1]")
         self.epsilon = epsilon
 
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         greedy = UpperConfidence().probabilities(mean, bonus)
         return (1 - self.epsilon) * greedy + self.epsilon / len(mean)
 
@@ -71,12 +81,40 @@ class InverseGap(Policy):
             raise ValueError("gamma must be positive")
         self.gamma = gamma
 
-    def probabilities(self, mean: Vector, bonus: Vector) -> Vector:
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
         score = mean + bonus
         weights: Vector = 1 / (len(score) + self.gamma * (score.max() - score))
         best = score == score.max()
         weights[best] = (1 - weights[~best].sum()) / best.sum()
         return weights
+
+
+@final
+class Thompson(Policy):
+    """`thompson`: as often as an arm is the best of a posterior draw (Thompson, 1933).
+
+    Where an arm is best in m of M draws its chance is (m + 1/n)/(M + 1), as if all had shared one more draw, and the
+    arm is drawn from these chances: to follow a single draw is nearly the same in law, but nobody could tell the chance
+    that its choice had. A scale below 1 takes the posterior to be narrower than it is, and explores the less.
+    """
+
+    name = "thompson"
+
+    def __init__(self, draws: int, scale: float) -> None:
+        if draws < 1:
+            raise ValueError("draws must be at least 1")
+        if not 0 <= scale < np.inf:
+            raise ValueError("scale must not be negative")
+        self.draws = draws
+        self.scale = scale
+
+    def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
+        if drawn is None or drawn.shape != (len(mean), self.draws):
+            raise ValueError(f"thompson needs {self.draws} draws of each arm")
+        worth = mean[:, None] + self.scale * (drawn - mean[:, None])  # [n, M]
+        best = worth == worth.max(0)
+        often: Vector = (best / best.sum(0)).sum(1)  # [n], ties shared
+        return (often + 1 / len(mean)) / (self.draws + 1)
 
 
 @final
@@ -88,20 +126,26 @@ class Slate:
     propensities: tuple[float, ...]
 
 
-def draw_slate(policy: Policy, mean: Vector, bonus: Vector, size: int, draws: Iterator[float]) -> Slate:
-    """Draw `size` arms without replacement, one number in [0, 1) each; scores have to be finite to be drawn from."""
-    if not np.isfinite(mean + bonus).all():
+def draw_slate(
+    policy: Policy, mean: Vector, bonus: Vector, size: int, shares: Iterator[float], drawn: Matrix | None = None
+) -> Slate:
+    """Draw `size` arms without replacement, one share in [0, 1) each; scores have to be finite to be drawn from.
+
+    `drawn` are the draws that the policy wants [n, M]. Below the first position they are compared over the arms left.
+    """
+    if not np.isfinite(mean + bonus).all() or not (drawn is None or np.isfinite(drawn).all()):
         raise ValueError("scores must be finite")
     left = list(range(len(mean)))
     chosen: list[int] = []
     propensities: list[float] = []
     while len(chosen) < size:
-        chances = policy.probabilities(mean, bonus)
-        place = _place_of(next(draws), chances)
+        chances = policy.probabilities(mean, bonus, drawn)
+        place = _place_of(next(shares), chances)
         chosen.append(left.pop(place))
         propensities.append(float(chances[place]))
         if len(chosen) < size:
             mean, bonus = np.delete(mean, place), np.delete(bonus, place)
+            drawn = None if drawn is None else np.delete(drawn, place, 0)
     return Slate(tuple(chosen), tuple(propensities))
 
 
@@ -122,11 +166,19 @@ def decision_draws(seed: int, decision_id: str) -> Iterator[float]:
             yield (int.from_bytes(digest[start : start + 8], "little") >> 11) * 2.0**-53
 
 
-def build_policy(name: str, *, epsilon: float, squarecb_gamma: float) -> Policy:
+def build_policy(
+    name: str,
+    *,
+    epsilon: float,
+    squarecb_gamma: float,
+    thompson_draws: int = DRAWS,
+    thompson_scale: float = DRAWS_SCALE,
+) -> Policy:
     """The policy of that name."""
     policies: dict[str, Policy] = {
         "ucb": UpperConfidence(),
         "ucb-floor": FlooredUpperConfidence(epsilon),
         "squarecb": InverseGap(squarecb_gamma),
+        "thompson": Thompson(thompson_draws, thompson_scale),
     }
     return policies[name]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.arrays import Array, library_of, on_device
+from models.drawing import Draws
 from models.explaining import Agreement, Contributions
 from models.slates import Slates
 
@@ -50,6 +51,7 @@ class Query:
     own: Mapping[str, Array]  # each [R, …]: states, or what `Learner.brief` made of them
     own_row: Array  # [R] int64: the asking user's row in the pool, −1 when they have none
     own_events: Array  # [R] int64
+    draws: Draws | None = None  # of each arm, if any are wanted
 
     @property
     def requests(self) -> int:
@@ -71,6 +73,8 @@ class Scores:
     bonus: Array  # [N]
     group_size: Array  # [N] int64, the asking user included
     phi: Array  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
+    sigma: Array  # [N]: how little is known of the mean, as a standard deviation
+    draws: Array | None = None  # [N, M] what the arms may be worth, jointly for the arms of a request; if asked for
 
 
 def newest(valid: Array, keep: int) -> tuple[Array, Array]:
@@ -133,6 +137,10 @@ class Learner(ABC):
         """
         return own
 
+    def brief_draws(self, brief: Arrays) -> Arrays:
+        """A brief, with what draws need of it; it is made once it is asked for, and then kept like the rest."""
+        return brief
+
     @abstractmethod
     def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         """Judge the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
@@ -140,7 +148,9 @@ class Learner(ABC):
     def score(self, shared: State, pool: State, query: Query) -> Scores:
         """Judge the arms of a query whose `own` are users' states."""
         outline = self.outline(shared)
-        return self.score_briefed(outline, pool, replace(query, own=self.brief(outline, dict(query.own))))
+        brief = self.brief(outline, dict(query.own))
+        own = brief if query.draws is None else self.brief_draws(brief)
+        return self.score_briefed(outline, pool, replace(query, own=own))
 
     @abstractmethod
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:

@@ -21,6 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from models.drawing import independent_draws
 from models.explaining import Agreement, Contributions, through_standardizing, through_unit, without_asker
 from models.groups import group_threshold, relative_groups
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch
@@ -160,6 +161,13 @@ class MetaBanLearner(Learner):
             gradient = through_standardizing(gradient, x, outline["scale"])
         return Contributions.of(gradient, raw, intercept=nothing, memory=nothing)
 
+    def draws(self, query: Query, mean: Tensor, sigma: Tensor) -> Tensor | None:
+        """What arms may be worth [N, M], if that is asked for: there is no posterior, so each by itself."""
+        if query.draws is None:
+            return None
+        drawn: Tensor = independent_draws(mean, sigma, query.slates, query.draws)
+        return drawn
+
     def user_bound(self, query: Query) -> Tensor:
         """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
         settings = self.settings
@@ -233,12 +241,14 @@ class PaperLearner(MetaBanLearner):
         parts = [self.score_arms(outline, pool, query.own, request[arms], x[arms], others[arms]) for arms in chunks]
         mean = torch.cat([part[0] for part in parts])
         if self.unsure:
-            bonus = self.settings.alpha * own_deviation(self.shape, query.own, query.slates, x)
+            sigma = own_deviation(self.shape, query.own, query.slates, x)
+            bonus = self.settings.alpha * sigma
         else:
-            distance = torch.cat([part[1] for part in parts])
+            sigma = self.settings.beta2 * torch.cat([part[1] for part in parts])  # what arms of a request do not share
             bound = self.user_bound(query)[request]  # [N]
-            bonus = self.settings.alpha * (self.settings.beta2 * distance + self.settings.z1 + bound)
-        return Scores(mean, bonus, others.sum(-1) + 1, x.new_empty((x.shape[0], self.noted)))
+            bonus = self.settings.alpha * (sigma + self.settings.z1 + bound)
+        notes = x.new_empty((x.shape[0], self.noted))
+        return Scores(mean, bonus, others.sum(-1) + 1, notes, sigma, self.draws(query, mean, sigma))
 
     def score_arms(
         self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor

@@ -88,12 +88,14 @@ class PooledLearner(MetaBanLearner):
         members = union_by_request(mask, request, query.requests)  # [R, P]
         theta = self.adapt_meta(outline, pool, query, members)[request]  # [N, p]
         mean, factors = output_factors(self.shape, theta, x)
-        length = own_deviation(self.shape, query.own, query.slates, x) if self.unsure else factor_norm(factors)
+        sigma = own_deviation(self.shape, query.own, query.slates, x) if self.unsure else factor_norm(factors)
         return Scores(
             mean,
-            self.settings.alpha * length,
+            self.settings.alpha * sigma,
             (members.sum(-1) + 1)[request],
             x.new_empty((x.shape[0], self.noted)),
+            sigma,
+            self.draws(query, mean, sigma),
         )
 
     def members(self, near: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, rectified, zeros
+from models.calibration import BINS, COLUMNS, NORMAL_REACH, judged
+from models.drawing import independent_draws, joint_draws, root
 from models.encoding import pieces
 from models.explaining import Agreement, Contributions, without_asker
 from models.head_starts import HeadStarts
@@ -36,11 +38,14 @@ from models.settings import PosteriorSettings
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
     ALONE,
+    DEVIATION,
     EMBEDDED,
-    FADED,
+    MEAN,
+    REACH,
     TOGETHER,
     TRUNK,
     Samples,
+    faded,
     gain_of,
     guard_of,
     sample_weights,
@@ -104,6 +109,8 @@ class PosteriorLearner(Learner):
             "gain": torch.tensor(FIRST_GAIN, dtype=torch.float64),
             "epoch": torch.zeros((), dtype=torch.float64),
             "since": torch.zeros((), dtype=torch.float64),
+            "reach": torch.tensor(NORMAL_REACH, dtype=torch.float64),
+            "reliability": torch.zeros(BINS, COLUMNS, dtype=torch.float64),
         }
         state = TrunkState.fresh(shared["trunk"])
         shared |= {"trunk_first": state.first, "trunk_second": state.second, "trunk_steps": state.steps}
@@ -186,12 +193,13 @@ class PosteriorLearner(Learner):
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
             "asking": packed(asking) if as_numpy else asking,
             "pieces": pieces(arrays["edges"]) if self.inputs.bins else None,
+            "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
 
     def brief(self, outline: Any, own: Arrays) -> Arrays:
         library, like = library_of(own["gram"]), own["gram"]
         # Whoever has had no event since tastes changed: what they were fitted to has faded meanwhile.
-        weight = cast(library.where(own["since"] >= outline["since"], 1.0, FADED), like)[:, None]  # [R, 1]
+        weight = faded(own["since"] >= outline["since"], like)[:, None]  # [R, 1]
         beliefs = self._believed(outline, double(own["gram"] * weight[..., None]), double(own["moment"] * weight))
         embedding = self.embedding(outline, own["head"])
         residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(beliefs.head, like)[..., None])[..., 0]
@@ -208,26 +216,38 @@ class PosteriorLearner(Learner):
             "kept_weights": double(own["kept_weights"] * weight),
         }
 
+    def brief_draws(self, brief: Arrays) -> Arrays:
+        return brief if "root" in brief else {**brief, "root": root(brief["covariance"])}
+
     def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         own, slates, library = query.own, query.slates, library_of(query.arms)
         offer, z, predicted = self._seen(outline, query)
         notes = zeros((z.shape[0], self.noted), z)
         notes[:, EMBEDDED : self.offered_from], notes[:, self.offered_from :] = slates.spread(own["embedding"]), offer
         if not self.settings.heads:
-            nobody = zeros((z.shape[0],), query.own_row) + 1
-            notes[:, :EMBEDDED] = predicted[:, None]
-            return Scores(predicted, 0 * predicted, nobody, notes)
+            nobody, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
+            notes[:, : MEAN + 1], notes[:, REACH] = predicted[:, None], outline["reach"]
+            notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
+            draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
+            return Scores(predicted, known, nobody, notes, known, draws)
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
         said, variance = _said(h, query)
         notes[:, TRUNK], notes[:, ALONE : TOGETHER + 1] = predicted, said[:, :2]
-        mean = said[:, 2]
+        mean, apart = said[:, 2], None
         group_size = count_agreeing(pool["head"], h, mean, self._reach(variance), slates.spread(query.own_row))
         if self.settings.memory:
             correction, left = remember(
                 h[:, 1 : 1 + self.inputs.seen], slates, own, outline["gain"], self.settings.memory_radius
             )
-            mean, variance = mean + correction, variance + cast(outline["noise"] * left, variance)
-        return Scores(mean, self.settings.alpha * library.sqrt(variance), group_size, notes)
+            apart = cast(outline["noise"] * left, variance)  # [N] what arms like this one would tell
+            mean, variance = mean + correction, variance + apart
+        sigma = library.sqrt(variance)
+        notes[:, MEAN], notes[:, REACH] = mean, outline["reach"]
+        notes[:, DEVIATION] = library.sqrt(variance + outline["noise_held"])
+        draws = None
+        if query.draws is not None:
+            draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
+        return Scores(mean, self.settings.alpha * sigma, group_size, notes, sigma, draws)
 
     def _seen(self, outline: Any, query: Query) -> tuple[Array, Array, Array]:
         """What was on offer with each arm, the arms standardised [N, d], and what the trunk says of them [N]."""
@@ -275,6 +295,7 @@ class PosteriorLearner(Learner):
         samples = Samples.of(batches, shared["since"])
         derived = self._watched(shared, samples)
         samples = Samples.of(batches, derived["since"])
+        derived |= judged(samples, derived["since"])
         if refit:
             derived |= self.inputs.anew(derived, samples, self.offer(samples.notes))
         if self.settings.trunk:

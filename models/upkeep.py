@@ -12,13 +12,14 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, cast, library_of
+from models.arrays import Array, cast
 from models.learner import UserBatch
 from models.memory import FIRST_GAIN, GAINS, foresight
 from models.prior import Prior, Statistics
 
-#: What is noted of a decision: the trunk's prediction, the head's without and with groups, then who asked (EMBEDDED…).
-TRUNK, ALONE, TOGETHER, EMBEDDED = range(4)
+#: What is noted of a decision: the trunk's prediction, the head's without and with groups; the mean, the standard
+#: deviation of the reward around it, noise included, and in how many of these 9 rewards in 10 were expected; who asked.
+TRUNK, ALONE, TOGETHER, MEAN, DEVIATION, REACH, EMBEDDED = range(7)
 #: Largest evidence, in nats, that the guard takes for or against groups.
 GUARD_REACH: Final = 30.0
 #: Evidence, in nats, from which another gain of the memory is believed in.
@@ -32,10 +33,14 @@ CHANGE_ERRORS: Final = 6.0
 FADED: Final = 0.05
 
 
+def faded(current: Array, like: Array) -> Array:
+    """1 where something is of now, FADED where it is not, in the type of another array."""
+    return FADED + (1 - FADED) * cast(current, like)
+
+
 def sample_weights(batch: UserBatch, since: Array) -> Array:
     """What each sample counts [B, S]: 0 for padding, FADED before the last change of tastes, otherwise 1."""
-    faded = library_of(batch.epochs).where(batch.epochs >= since, 1.0, FADED)
-    return cast(faded * batch.valid, batch.rewards)
+    return faded(batch.epochs >= since, batch.rewards) * batch.valid
 
 
 @final

@@ -24,6 +24,7 @@ from service.openapi import DESCRIPTION, install_openapi
 from service.problems import install_handlers
 from service.routes import (
     arms,
+    calibration,
     config,
     dead_letters,
     decisions,
@@ -57,6 +58,7 @@ ROUTERS: Final = tuple(
         users,
         fusion,
         stream,
+        calibration,
         dead_letters,
         snapshots,
         jobs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from models.drawing import draws_seed
 from models.exploration import Policy, Slate, decision_draws, draw_slate
 from service.baseline import baseline_items, nothing_seen
 from service.candidates import CandidateDesk, Candidates
@@ -131,8 +132,10 @@ class Chooser:
         serving, candidates = await self._candidates.gather(command, store)
         if command.min_version is not None:
             await self._reach(serving, command.min_version)
-        asked, new = await self._asked(command, profile, serving, candidates, store)
         policy = self._live.policy
+        asked, new = await self._asked(command, profile, serving, candidates, store)
+        if policy.draws:
+            asked = replace(asked, draws=policy.draws, seed=draws_seed(self._live.record.seed, decision_id))
         draw = partial(self._draw, command, decision_id, candidates, policy)
         explanations: Explanations = ()
         if command.explain:
@@ -204,10 +207,12 @@ class Chooser:
         if command.min_version is not None and scores.epoch < command.min_version:
             raise _not_reached()  # it was, and the store has lost it since
         sound = np.isfinite(scores.mean + scores.bonus)
+        if scores.drawn is not None:
+            sound &= np.isfinite(scores.drawn).all(1)
         if not sound.all():
             raise candidates.refusal(int(sound.argmin()), "are too large for the learner to tell a score")
-        draws = decision_draws(self._live.record.seed, decision_id)
-        return draw_slate(policy, scores.mean, scores.bonus, candidates.k, draws)
+        shares = decision_draws(self._live.record.seed, decision_id)
+        return draw_slate(policy, scores.mean, scores.bonus, candidates.k, shares, scores.drawn)
 
     async def _reach(self, serving: Serving, version: int) -> None:
         """Wait until an epoch is served that is at least this one."""

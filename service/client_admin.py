@@ -12,6 +12,7 @@ import httpx
 from service.client_admin_types import (
     Arm,
     AuditLine,
+    Calibration,
     Forgotten,
     Fusion,
     FusionJob,
@@ -188,6 +189,14 @@ def fusion() -> Call[Fusion]:
 def train_fusion() -> Call[FusionJob]:
     """Have a worker train fusion; the training that waits or is under way, if one does."""
     return Call("POST", "/admin/fusion", as_answer(FusionJob))
+
+
+# Predictions
+
+
+def calibration() -> Call[Calibration]:
+    """Whether predictions come true."""
+    return Call("GET", "/admin/calibration", as_answer(Calibration))
 
 
 # Events

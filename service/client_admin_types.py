@@ -193,6 +193,40 @@ class Stream:
 
 @final
 @dataclass(frozen=True, slots=True)
+class ReliabilityBin:
+    """Decisions whose reward was predicted to lie between `low` and `high`."""
+
+    low: float
+    high: float
+    samples: int
+    predicted: float
+    reward: float
+    coverage: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Predictions noted when decisions were made, against the rewards since."""
+
+    samples: int
+    ece: float
+    mce: float | None
+    coverage: float
+    bins: tuple[ReliabilityBin, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How reliable predictions are, by the served epoch; None where nothing is known of it."""
+
+    model_version: int
+    calibration: Reliability | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class LetterEvent:
     """The reward that could not be learned."""
 

@@ -84,6 +84,8 @@ class Explanation:
     members_spread: float
     mean: float
     bonus: float
+    #: The posterior's deviation of the mean.
+    sigma: float
     contributions: tuple[Contribution, ...]
     intercept: float
     memory: float

@@ -10,6 +10,7 @@ from typing import Any, Final, Self, TypeVar, final
 
 import structlog
 
+from models.calibration import Reliability
 from models.threads import use_threads
 from service.arms import ArmDesk
 from service.breaker import StoreBreaker
@@ -270,6 +271,12 @@ class Engine:
     def arms(self) -> ArmDesk:
         """The arms of the catalogue, once started."""
         return self._arms
+
+    @property
+    def calibration(self) -> tuple[int, Reliability | None]:
+        """The served epoch, and how reliable predictions were by it."""
+        serving = self._serving
+        return (0, None) if serving is None else (serving.model.epoch_number, serving.replica.reliability)
 
     @property
     def fusion(self) -> FusionDesk:

@@ -173,6 +173,7 @@ class Explainer:
                     members_spread=float(seen.members_spread[place]),
                     mean=mean,
                     bonus=float(seen.scores.bonus[row]),
+                    sigma=float(seen.scores.sigma[row]),
                     contributions=contributions,
                     intercept=intercept,
                     memory=memory,

@@ -19,8 +19,8 @@ from store.reward_rules import RewardRules
 
 #: What may be changed while a namespace is served.
 LIVE: Final = (
-    "alpha", "nu", "gamma", "policy", "epsilon", "squarecb_gamma", "serving", "baseline",
-    "reward_min", "reward_max", "repeated_rewards", "default_reward", "reward_wait_s", "fusion",
+    "alpha", "nu", "gamma", "policy", "epsilon", "squarecb_gamma", "thompson_draws", "thompson_scale",
+    "serving", "baseline", "reward_min", "reward_max", "repeated_rewards", "default_reward", "reward_wait_s", "fusion",
 )  # fmt: skip
 #: Settings of the learner, which differ from preset to preset.
 OF_PRESET: Final = ("learner", *LEARNER_SETTINGS)
@@ -90,7 +90,13 @@ class LiveSettings:
     def adopt(self, record: NamespaceRecord) -> None:
         """Go by a record from now on."""
         settings = overridden(self._deployment, record.name, record.overrides)
-        self.policy = build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma)
+        self.policy = build_policy(
+            settings.policy,
+            epsilon=settings.epsilon,
+            squarecb_gamma=settings.squarecb_gamma,
+            thompson_draws=settings.thompson_draws,
+            thompson_scale=settings.thompson_scale,
+        )
         self.rules = reward_rules(settings)
         self.record, self.settings = record, settings
 

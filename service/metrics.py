@@ -11,6 +11,7 @@ from typing import Final, final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector, Summary
 from prometheus_client.exposition import choose_encoder
 
+from models.calibration import Reliability
 from service.stages import Stage
 
 #: Edges of the latency histograms, in seconds: a decision takes a millisecond or so.
@@ -135,6 +136,15 @@ class Metrics:
         self.served_epoch_made = gauge(
             "metaban_served_epoch_timestamp_seconds", "When that epoch was made, in seconds since 1970.", "namespace"
         )
+        self.calibration = {
+            name: gauge(f"metaban_calibration_{name}", text, "namespace")
+            for name, text in (
+                ("samples", "Rewards that predictions noted at their decisions were compared with."),
+                ("ece", "Expected calibration error of these predictions."),
+                ("mce", "Largest calibration error of a bin of them with enough samples."),
+                ("coverage", "Share of these rewards inside the 90 % interval of their prediction."),
+            )
+        }
         self.users_resident = gauge("metaban_users_resident", "Users whose parameters are in memory.", "namespace")
         self.events = gauge(
             "metaban_events",
@@ -164,6 +174,7 @@ class Metrics:
             self.rewards, self.reward, self.backlog, self.backlog_fill, self.oldest_event_age, self.dead_letters,
             self.store_up, self.served_epoch, self.served_epoch_made, self.users_resident, self.events,
             self.freshness_seconds, self.cold_starts, self.fusion_version, self.fusion_sources,
+            *self.calibration.values(),
         ):  # fmt: skip
             metric.remove_by_labels({"namespace": namespace})
 
@@ -181,6 +192,7 @@ class NamespaceMetrics:
         self.namespace = namespace
         self._decisions = metrics.decisions
         self._events = metrics.events
+        self._calibration = metrics.calibration
         self._stages = {stage: metrics.stage_seconds.labels(namespace, stage) for stage in STAGES}
         self._rewards = {outcome: metrics.rewards.labels(namespace, outcome) for outcome in OUTCOMES}
         self._cold_starts = {kind: metrics.cold_starts.labels(namespace, kind) for kind in COLD_STARTS}
@@ -219,6 +231,16 @@ class NamespaceMetrics:
         """One answer of POST /feedback."""
         for outcome, number in zip(OUTCOMES, (accepted, duplicates, rejected), strict=True):
             self._rewards[outcome].inc(number)
+
+    def set_calibration(self, found: Reliability | None) -> None:
+        """How reliable predictions are; what is not known is not shown, since 0 would be perfect."""
+        known = {} if found is None else found.summary()
+        for name, metric in self._calibration.items():
+            value = known.get(name)
+            if value is None:
+                metric.remove_by_labels({"namespace": self.namespace})
+            else:
+                metric.labels(self.namespace).set(value)
 
     def set_events(self, counts: Mapping[str, int]) -> None:
         """What the store has counted, by state."""

@@ -18,6 +18,7 @@ from typing import TypeVar, final
 
 import structlog
 
+from models.calibration import Reliability
 from service.applied import AppliedEvents
 from service.metrics import NamespaceMetrics
 from service.scoring import Standing
@@ -67,6 +68,7 @@ class Replica:
         self._failing: set[str] = set()
         self._outages = 0
         self._epoch: tuple[int, int] | None = None  # number and time of the epoch that was adopted last
+        self.reliability: Reliability | None = None  # of predictions, as that epoch tells it
         self._applied: dict[int, int] = {}
         self._done = AppliedEvents()
         self._deferred: dict[str, list[tuple[int, str]]] = {}
@@ -349,6 +351,8 @@ class Replica:
             self._brief_soon()
             self._metrics.served_epoch.set(epoch.number)
             self._metrics.served_epoch_made.set(epoch.created_ms / 1_000)
+            self.reliability = Reliability.of(epoch.tensors)
+            self._metrics.set_calibration(self.reliability)
             await self._serve_deferred()
             log.info("epoch served", number=epoch.number, events=epoch.events, users=len(self._model))
         async with self._epoch_changed:

@@ -34,6 +34,7 @@ class ExplanationOut(BaseModel):
     members_spread: float = Field(description="Standard deviation of it.")
     mean: float
     bonus: float
+    sigma: float = Field(description="Standard deviation of the mean: how little is known of it.")
     contributions: list[ContributionOut] = Field(description="The ten largest that are not 0, the largest first.")
     intercept: float = Field(description="What is expected whatever the features.")
     memory: float = Field(description="Added for what the user earned on nearly the same arms before.")

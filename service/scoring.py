@@ -34,13 +34,16 @@ class WarmStart:
 class ScoreRequest:
     """The arms of one request as the learner sees them, inputs float32 [k, d].
 
-    `loaded` is the asking user's state if it was loaded for this request: it may not be held any more, or not yet.
+    `loaded` is the asking user's state if it was loaded for this request: it may not be held any more, or not yet. So
+    many `draws` of each arm are made as are wanted, from `seed`.
     """
 
     user_id: str
     inputs: NDArray[np.float32]
     loaded: UserState | None = None
     start: WarmStart | None = None
+    draws: int = 0
+    seed: int = 0
 
 
 @final
@@ -52,6 +55,8 @@ class ArmScores:
     bonus: NDArray[np.float64]
     group_size: NDArray[np.int64]
     phi: NDArray[np.float32]
+    sigma: NDArray[np.float32]
+    drawn: NDArray[np.float64] | None  # [k, M]
     user_events: int
     epoch: int
     incarnation: int = 0

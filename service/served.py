@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from models.arrays import Array, as_arrays, library_of, numpy_kind
 from models.bank import UserBank
+from models.drawing import Draws
 from models.learner import Arrays, Learner, Query, State
 from models.slates import Slates
 from service.scoring import ArmScores, ScoreRequest, Standing, WarmStart
@@ -78,6 +79,8 @@ class ServedModel:
         self._briefs: OrderedDict[str, Arrays] = OrderedDict()
         self._stale: dict[str, None] = {}
         self._stranger: Arrays | None = None
+        #: Whether briefs have what draws need, and whether anybody wanted draws since the epoch began.
+        self._with_draws = self._draws_wanted = False
         self._plain_view: tuple[State, Arrays] | None = None
 
     def __len__(self) -> int:
@@ -134,6 +137,11 @@ class ServedModel:
         self.learner = learner
         self._newborn = learner.newborn(self._shared)
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
+        self._with_draws, self._draws_wanted = self._draws_wanted, False
+        self._doubt_briefs()
+
+    def _doubt_briefs(self) -> None:
+        """Have everyone briefed again."""
         self._stranger = None
         self._stale = dict.fromkeys(reversed(self._briefs))  # asked about last, briefed first
 
@@ -194,10 +202,13 @@ class ServedModel:
             scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
         mean, bonus = self.taken(scores.mean, np.float64), self.taken(scores.bonus, np.float64)
         group_size, phi = self.taken(scores.group_size, np.int64), self.taken(scores.phi, np.float32)
+        sigma = self.taken(scores.sigma, np.float32)
+        drawn = None if scores.draws is None else self.taken(scores.draws, np.float64)
         found, end = [], 0
-        for size, standing in zip(query.slates.sizes, standings, strict=True):
+        for size, standing, request in zip(query.slates.sizes, standings, requests, strict=True):
             part, end = slice(end, end + size), end + size
-            judged = mean[part], bonus[part], group_size[part], phi[part]
+            theirs = drawn[part, : request.draws] if drawn is not None and request.draws else None
+            judged = mean[part], bonus[part], group_size[part], phi[part], sigma[part], theirs
             found.append(
                 ArmScores(*judged, standing.version, self.epoch_number, standing.incarnation, standing.started)
             )
@@ -210,6 +221,12 @@ class ServedModel:
 
     def _posed(self, requests: Sequence[ScoreRequest]) -> tuple[Query, list[Standing]]:
         """Requests as one query, and which state of each asking user it is about."""
+        # Those who want none get some, too, when they stand beside others: that happens while a policy is changed.
+        draws = max(request.draws for request in requests)
+        if draws and not self._with_draws:
+            self._with_draws = True
+            self._doubt_briefs()
+        self._draws_wanted |= draws > 0
         asking = [self._brief_of(request) for request in requests]
         arms = np.concatenate([request.inputs for request in requests]) if len(requests) > 1 else requests[0].inputs
         query = Query(
@@ -218,6 +235,7 @@ class ServedModel:
             own=_joined([brief for brief, _ in asking]),
             own_row=self.given(np.array([self._row(request.user_id) for request in requests])),
             own_events=self.given(np.array([standing.version for _, standing in asking])),
+            draws=Draws(draws, [request.seed for request in requests]) if draws else None,
         )
         return query, [standing for _, standing in asking]
 
@@ -284,7 +302,8 @@ class ServedModel:
 
     def _briefed(self, states: Arrays) -> Arrays:
         with self.computing():
-            return self.learner.brief(self._outline, as_arrays(states) if self._in_numpy else states)
+            brief = self.learner.brief(self._outline, as_arrays(states) if self._in_numpy else states)
+            return self.learner.brief_draws(brief) if self._with_draws else brief
 
     def _pool_view(self) -> Arrays:
         view = self._pool.view()

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, Field, JsonValue, ValidationError, field_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as BadSource
 
+from models.exploration import DRAWS, DRAWS_SCALE
 from models.settings import LearnerSettings, named_settings
 from service.setting_checks import digests_only, hosts_only, known_scheme, origins_only, split_words
 from service.tracing import can_trace
@@ -104,16 +105,28 @@ class Settings(BaseSettings):
     intercept: bool = Field(default=True, description="Add a constant 1 to every input.")
 
     # Exploration
-    policy: Literal["ucb", "ucb-floor", "squarecb"] = Field(
+    policy: Literal["ucb", "ucb-floor", "squarecb", "thompson"] = Field(
         default="ucb-floor",
         description="How arms are chosen from their scores: the best one, the best one with an exact floor of "
-        "epsilon, or by inverse-gap weighting.",
+        "epsilon, by inverse-gap weighting, or as often as an arm is the best of a posterior draw.",
     )
     epsilon: float = Field(
         default=0.02, ge=0, le=1, description="Share of decisions spread evenly over the arms (ucb-floor)."
     )
     squarecb_gamma: float = Field(
         default=100.0, gt=0, le=1e9, description="How strongly squarecb prefers the best arm."
+    )
+    thompson_draws: int = Field(
+        default=DRAWS,
+        ge=1,
+        le=1_000,
+        description="Posterior draws of each arm that thompson counts; one more is shared by all.",
+    )
+    thompson_scale: float = Field(
+        default=DRAWS_SCALE,
+        ge=0,
+        le=1_000,
+        description="How far from the mean thompson takes them, as a share of the posterior's deviation.",
     )
 
     # The kill switch

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from models.calibration import BINS, COLUMNS, Reliability
 from service.metrics import REJECTIONS, STAGES, Metrics
 from store.users import COUNTERS
 
@@ -41,6 +43,7 @@ def exported() -> dict[str, set[str]]:
     view.count_decision("ucb", None, replayed=False, logged=True)
     view.count_rewards(accepted=1, duplicates=0, rejected=0)
     view.set_events(dict.fromkeys(COUNTERS, 1))
+    view.set_calibration(Reliability(np.full((BINS, COLUMNS), 50.0)))
     view.reward.observe(1)
     metrics.request_seconds.labels("GET", "/", "200").observe(1)
     found: dict[str, set[str]] = {"up": {"job", "instance"}}
@@ -162,6 +165,7 @@ def test_a_namespace_that_is_gone_is_not_shown() -> None:
         view = metrics.of(name)
         view.count_decision("ucb", "meta", replayed=True, logged=False)
         view.set_events({"applied": 1})
+        view.set_calibration(Reliability(np.full((BINS, COLUMNS), 50.0)))
         with view.stage("score"):
             pass
     metrics.forget("gone")
@@ -169,3 +173,28 @@ def test_a_namespace_that_is_gone_is_not_shown() -> None:
     assert 'namespace="gone"' not in text
     assert 'metaban_stage_seconds_count{namespace="kept",stage="score"} 1.0' in text
     assert metrics.of("gone") is not metrics.of("kept")
+
+
+def test_calibration_that_is_not_known_is_not_shown() -> None:
+    metrics = Metrics()
+    view = metrics.of("shop")
+
+    def shown() -> dict[str, float]:
+        found = [sample for family in metrics.registry.collect() for sample in family.samples]
+        return {
+            sample.name.removeprefix("metaban_calibration_"): sample.value
+            for sample in found
+            if sample.name.startswith("metaban_calibration_")
+        }
+
+    view.set_calibration(None)
+    assert shown() == {}
+    table = np.zeros((BINS, COLUMNS))
+    table[3] = [40, 14, 20, 30]
+    view.set_calibration(Reliability(table))
+    assert shown() == {"samples": 40, "ece": pytest.approx(0.15), "coverage": 0.75}, "too few for a largest error"
+    table[5] = [60, 33, 30, 54]
+    view.set_calibration(Reliability(table))
+    assert shown() == {"samples": 100, "ece": pytest.approx(0.09), "mce": pytest.approx(0.05), "coverage": 0.84}
+    view.set_calibration(None)
+    assert shown() == {}

@@ -46,9 +46,11 @@ class ConfigPatch(RequestModel):
     alpha: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
     nu: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)
     gamma: float | None = Field(default=None, ge=0, lt=1, allow_inf_nan=False)
-    policy: Literal["ucb", "ucb-floor", "squarecb"] | None = None
+    policy: Literal["ucb", "ucb-floor", "squarecb", "thompson"] | None = None
     epsilon: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     squarecb_gamma: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
+    thompson_draws: int | None = Field(default=None, ge=1, le=1_000)
+    thompson_scale: float | None = Field(default=None, ge=0, le=1_000, allow_inf_nan=False)
     reward_min: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
     reward_max: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
     repeated_rewards: Repeated | None = None
@@ -76,6 +78,8 @@ class ConfigOut(BaseModel):
                         "policy": "ucb-floor",
                         "epsilon": 0.05,
                         "squarecb_gamma": 100.0,
+                        "thompson_draws": 256,
+                        "thompson_scale": 0.03,
                         "serving": "learner",
                         "baseline": [],
                         "reward_min": 0.0,

@@ -114,15 +114,23 @@ def test_the_loop_learns_and_survives_a_restart_of_everything(deployment: Deploy
     assert rate > random_rate + margin, f"earned {rate:.3f}, random earns {random_rate:.3f} ± {margin:.3f}"
 
 
-@pytest.mark.parametrize(("preset", "rounds"), [("default", 500), ("paper", 300), ("pooled", 150)])
-def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("preset", "policy", "rounds"),
+    [
+        ("default", "ucb-floor", 500),
+        ("default", "thompson", 150),
+        ("paper", "ucb-floor", 300),
+        ("pooled", "ucb-floor", 150),
+    ],
+)
+def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, policy: str, rounds: int) -> None:
     with (
-        Deployment(tmp_path, {"METABAN_PRESET": preset}) as service,
+        Deployment(tmp_path, {"METABAN_PRESET": preset, "METABAN_POLICY": policy}) as service,
         httpx.Client(base_url=service.url, timeout=30) as client,
     ):
         served = [play.arm for play in play_over_http(client, SyntheticGroups(seed=SEED), 0, rounds)]
 
-    settings = Settings(preset=preset)
+    settings = Settings(preset=preset, policy=policy)
     loop = LocalLoop(
         learner_settings(settings),
         build_policy(settings.policy, epsilon=settings.epsilon, squarecb_gamma=settings.squarecb_gamma),

@@ -37,6 +37,7 @@ class LiteralShared:
     voices: list[float]
     guard: float  # λ
     gain: float  # g
+    reach: float
     since: float  # the epoch of the last change of tastes
 
 
@@ -256,7 +257,8 @@ class LiteralPosterior:
         offer = [] if shared.common_ratio is None else arm.offer
         predicted = self.predicted(arm, asking)
         if not settings.heads:
-            return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *asking, *offer])
+            foreseen = [predicted, math.sqrt(shared.noise), shared.reach]
+            return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *foreseen, *asking, *offer])
         h = self.h(arm, predicted)
         head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
         alone, variance = float(h @ head), float(h @ covariance @ h)
@@ -269,7 +271,7 @@ class LiteralPosterior:
             mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
             mean = (1 - shared.guard) * alone + shared.guard * together
             variance = (1 - shared.guard) * variance + shared.guard * mixed
-        found = LiteralArm(mean, 0.0, [predicted, alone, together, *asking, *offer])
+        found = LiteralArm(mean, 0.0, [])
         for row, other in enumerate(pool):
             if row != own_row:
                 found.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
@@ -278,6 +280,8 @@ class LiteralPosterior:
             found.mean += correction
             variance += left
         found.bonus = settings.alpha * math.sqrt(variance)
+        foreseen = [found.mean, math.sqrt(variance + shared.noise), shared.reach]
+        found.noted = [predicted, alone, together, *foreseen, *asking, *offer]
         return found
 
     def remembered(self, arm: LiteralShown, own: Sequence[LiteralSample]) -> tuple[float, float]:

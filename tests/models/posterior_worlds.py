@@ -290,6 +290,7 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             voices=voices.tolist(),
             guard=float(numbers["guard"]),
             gain=float(numbers["gain"]),
+            reach=float(numbers["reach"]),
             since=float(numbers["since"]),
         ),
     )

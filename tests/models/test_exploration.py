@@ -191,7 +191,7 @@ class Fixed(Policy):
     def __init__(self, shares: list[float]) -> None:
         self.shares = shares
 
-    def probabilities(self, mean: np.ndarray, bonus: np.ndarray) -> np.ndarray:
+    def probabilities(self, mean: np.ndarray, bonus: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
         left = np.array([self.shares[int(arm)] for arm in mean])
         return left / left.sum()
 

@@ -7,6 +7,7 @@ live on different devices raises as it would on the real thing. So does reading 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.bank import UserBank
 from models.curvature import STRUCTURES, Structure
+from models.drawing import Draws
 from models.groups import relative_groups
 from models.laplace import (
     Bernoulli,
@@ -218,6 +220,12 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings, users: in
     assert scores.mean.shape == scores.bonus.shape == scores.group_size.shape == (sum(ARMS),)
     assert scores.mean.dtype == scores.bonus.dtype == learner.dtype
     assert scores.group_size.dtype == torch.int64
+    assert scores.draws is None
+    drawn = learner.score(shared, pool, replace(query(own), draws=Draws(6, [1, 2, 3])))
+    assert drawn.draws is not None
+    on_gpu(drawn.sigma, drawn.draws)
+    assert drawn.draws.shape == (sum(ARMS), 6)
+    assert drawn.sigma.dtype == drawn.draws.dtype == learner.dtype
 
 
 @pytest.mark.parametrize("chosen", VARIANTS, ids=named)

@@ -35,6 +35,8 @@ from tests.models.worlds import single
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+#: What scores have of every arm; draws are in test_drawing.py.
+JUDGED = ("mean", "bonus", "group_size", "phi", "sigma")
 BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 #: Everything at once, and each part left out.
 PARTS = pytest.mark.parametrize(
@@ -73,12 +75,13 @@ def same_scores(found: Scores, expected: Scores, tolerance: float) -> None:
     same(found.mean, expected.mean, tolerance, "mean")
     # A root is steep near 0, where rounding of its square shows most.
     same(found.bonus**2, expected.bonus**2, tolerance, "bonus²")
+    same(found.sigma**2, expected.sigma**2, tolerance, "sigma²")
     same(found.phi, expected.phi, tolerance, "phi")
     same(found.group_size, expected.group_size, 0, "group_size")
 
 
 def as_tensors(scores: Scores) -> Scores:
-    return Scores(**{each.name: torch.from_numpy(getattr(scores, each.name)) for each in fields(scores)})
+    return Scores(**{name: torch.from_numpy(getattr(scores, name)) for name in JUDGED})
 
 
 def batch_in_numpy(batch: UserBatch) -> UserBatch:
@@ -184,7 +187,7 @@ class TestFixedScene:
                 own_events=query.own_events[asker],
             )
             expected = as_tensors(learner.score_briefed(outline, pool, alone))
-            found = Scores(**{each.name: getattr(together, each.name)[part] for each in fields(together)})
+            found = Scores(**{name: getattr(together, name)[part] for name in JUDGED})
             same_scores(found, expected, TOLERANCE[dtype])
         assert end == together.mean.shape[0]
 

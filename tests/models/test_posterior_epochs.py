@@ -130,9 +130,9 @@ def test_the_trunk_learns_what_kinds_of_users_want() -> None:
     batch = batch_of([past(learner, 20, generator)] * 40, torch.float32)
     batch = replace(batch, features=features, rewards=(features[..., 0] * kind.unsqueeze(-1) > 0).float())
     batch.phi[...] = 0.0
-    batch.phi[..., 4] = kind.unsqueeze(-1)  # after three predictions, the coefficients of the constant and of x
+    batch.phi[..., 7] = kind.unsqueeze(-1)  # after six numbers, the coefficients of the constant and of x
     shared = learner.derive(learner.initial_shared(), [batch], 0, 2_000)
-    assert learner.noted == 5
+    assert learner.noted == 8
     own = {name: torch.stack([value, value]) for name, value in learner.newborn(shared).items()}
     deviation = shared["prior_covariance"][1, 1].sqrt().float()
     own["head"][:, 1] = shared["prior_mean"][1].float() + deviation * torch.tensor([1.0, -1.0])

@@ -57,6 +57,7 @@ async def test_while_the_store_is_away(tmp_path: Path) -> None:
     ("method", "path"),
     [
         ("GET", "/admin/stream"),
+        ("GET", "/admin/calibration"),
         ("GET", "/admin/jobs"),
         ("GET", "/admin/jobs/x"),
         ("GET", "/admin/groups?user_id=u&arm_id=a"),
@@ -86,6 +87,7 @@ async def test_all_of_it_is_described(redis: Redis, valkey_url: str, tmp_path: P
         ("post", "/admin/groups", "GroupRequest"),
         ("get", "/admin/groups", None),
         ("get", "/admin/stream", None),
+        ("get", "/admin/calibration", None),
         ("get", "/admin/jobs", None),
     ):
         route = described["paths"][path][method]

@@ -11,7 +11,19 @@ import pytest
 from answering import HANG_UP, Answering, Say
 
 from service.client import AsyncMetaban, Metaban
-from service.client_admin_types import Arm, Group, Job, Member, Partition, Progress, Stream, StreamTotals
+from service.client_admin_types import (
+    Arm,
+    Calibration,
+    Group,
+    Job,
+    Member,
+    Partition,
+    Progress,
+    Reliability,
+    ReliabilityBin,
+    Stream,
+    StreamTotals,
+)
 from service.client_errors import ConnectionFailed, JobFailed, UnexpectedAnswer
 
 ARM = {"id": "tea/1", "features": {"kind": "tea", "hot": True, "price": 2}, "version": 3, "updated_ms": 5}
@@ -35,6 +47,13 @@ STREAM = {
     "partitions": [{**WAITING, "partition": 0, "consumers": 2, "owner": None}],
 }
 STREAM_READ = Stream(StreamTotals(3, 1, 0, None, COUNTERS, 1), (Partition(0, 3, 1, 0, None, COUNTERS, 2, None),))
+
+BIN = {"low": 0.4, "high": 0.5, "samples": 9, "predicted": 0.44, "reward": 0.5, "coverage": 1}
+CALIBRATION = {
+    "model_version": 7,
+    "calibration": {"samples": 9, "ece": 0.06, "mce": None, "coverage": 1, "bins": [BIN]},
+}
+CALIBRATION_READ = Calibration(7, Reliability(9, 0.06, None, 1.0, (ReliabilityBin(0.4, 0.5, 9, 0.44, 0.5, 1.0),)))
 
 
 def job(state: str, done: int = 0, **more: Any) -> dict[str, Any]:
@@ -69,6 +88,20 @@ def job(state: str, done: int = 0, **more: Any) -> dict[str, Any]:
             GROUP_READ,
         ),
         (Say(200, STREAM), lambda m: m.admin.stream(), "GET /admin/stream?namespace=shop", None, STREAM_READ),
+        (
+            Say(200, CALIBRATION),
+            lambda m: m.admin.calibration(),
+            "GET /admin/calibration?namespace=shop",
+            None,
+            CALIBRATION_READ,
+        ),
+        (
+            Say(200, {"model_version": 0, "calibration": None}),
+            lambda m: m.admin.calibration(),
+            "GET /admin/calibration?namespace=shop",
+            None,
+            Calibration(0, None),
+        ),
         (
             Say(200, {"jobs": [job("running", 1)]}),
             lambda m: m.admin.jobs.list()[0].progress,

@@ -18,7 +18,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = {digest_of("a"), digest_of("b")}
     for name, value in {
         "METABAN_DATA_DIR": "/srv/x",
-        "METABAN_POLICY": "squarecb",
+        "METABAN_POLICY": "thompson",
         "METABAN_WIDTH": "64",
         "METABAN_CLIENT_KEYS": ", ".join(digests).upper(),
         "METABAN_ADMIN_KEYS": json.dumps([digest_of("c")]),
@@ -29,7 +29,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     settings = load_settings()
     assert settings.data_dir == Path("/srv/x")
-    assert (settings.policy, settings.width, settings.alpha, settings.intercept) == ("squarecb", 64, None, False)
+    assert (settings.policy, settings.width, settings.alpha, settings.intercept) == ("thompson", 64, None, False)
     assert settings.client_keys == digests
     assert settings.has_keys
     assert settings.redis_url == "redis://:pass@host/1"
