@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from bench.bayes_bandits import measure_bandits, measure_calibration
 from bench.bayes_cost import measure_cost
 from bench.bayes_fewshot import measure_fewshot
 from bench.bayes_gradient import measure_gradient
@@ -24,6 +25,8 @@ PARTS: Final[Mapping[str, Part]] = {
     "cost": measure_cost,
     "heads": measure_heads,
     "fewshot": measure_fewshot,
+    "bandits": measure_bandits,
+    "calibration": measure_calibration,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.bandit_trials import Contender, Played, Trial, Vector, goodness_of_fit, play_all
+from bench.bayes_plan import BayesPlan
 from bench.data import DataMissing
 from bench.environments import build_environment
 from bench.report import Bar
@@ -28,21 +29,8 @@ REGRET_LIMIT, FIT_LIMIT, ERROR_LIMIT = 1.05, 0.01, 0.05
 COVERED_LEAST, COVERED_MOST = 0.85, 0.95
 
 
-class BanditPlan(Protocol):
-    """What these parts need to be told."""
-
-    @property
-    def seeds(self) -> Sequence[int]: ...
-
-    @property
-    def data(self) -> Path | None: ...
-
-    @property
-    def plot(self) -> Path | None: ...
-
-
 def measure_bandits(
-    plan: BanditPlan, quick: bool, console: Console, worlds: Sequence[str] = WORLDS, rounds: int | None = None
+    plan: BayesPlan, quick: bool, console: Console, worlds: Sequence[str] = WORLDS, rounds: int | None = None
 ) -> tuple[dict[str, Any], list[Bar]]:
     """Regret of Thompson sampling and of UCB, and whether logged propensities are the chances that choices had."""
     results, bars = _begun(quick, rounds), list[Bar]()
@@ -85,7 +73,7 @@ def _compared(by_label: Mapping[str, Sequence[Played]]) -> dict[str, Any]:
 
 
 def measure_calibration(
-    plan: BanditPlan, quick: bool, console: Console, worlds: Sequence[str] = WORLDS, rounds: int | None = None
+    plan: BayesPlan, quick: bool, console: Console, worlds: Sequence[str] = WORLDS, rounds: int | None = None
 ) -> tuple[dict[str, Any], list[Bar]]:
     """Calibration of the learner as shipped: means and 90 % intervals noted at decisions, of chosen arms."""
     results, bars = _begun(quick, rounds), list[Bar]()
@@ -160,7 +148,7 @@ def _begun(quick: bool, rounds: int | None) -> dict[str, Any]:
     return {"rounds": rounds or (QUICK_ROUNDS if quick else ROUNDS), "worlds": {}, "skipped": {}}
 
 
-def _there(worlds: Sequence[str], plan: BanditPlan, results: dict[str, Any], console: Console) -> list[str]:
+def _there(worlds: Sequence[str], plan: BayesPlan, results: dict[str, Any], console: Console) -> list[str]:
     """The worlds whose data is there; it is said which are skipped."""
     found = []
     for env in worlds:
@@ -174,7 +162,7 @@ def _there(worlds: Sequence[str], plan: BanditPlan, results: dict[str, Any], con
     return found
 
 
-def _trial(contender: Contender, env: str, seed: int, plan: BanditPlan, results: Mapping[str, Any]) -> Trial:
+def _trial(contender: Contender, env: str, seed: int, plan: BayesPlan, results: Mapping[str, Any]) -> Trial:
     return Trial(contender, env, seed, results["rounds"], plan.data)
 
 

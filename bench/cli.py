@@ -193,7 +193,8 @@ def bayes(
 
     [bold]sinusoids[/]: error on new sine tasks after a few steps. [bold]gradient[/]: error of the meta-gradient where
     the analytic one is known. [bold]cost[/]: memory and time of a meta-update. [bold]heads[/]: users' heads against the
-    analytic posterior. [bold]fewshot[/]: intervals after ten points (LLAMA).
+    analytic posterior. [bold]fewshot[/]: intervals after ten points (LLAMA). [bold]bandits[/]: Thompson sampling
+    against UCB. [bold]calibration[/]: rewards against what was foreseen of them.
     """
     from bench.bayes import PARTS, measure_bayes
     from bench.bayes_plan import BayesPlan

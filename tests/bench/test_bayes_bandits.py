@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ from rich.console import Console
 from bench import bayes_bandits
 from bench.bandit_trials import Contender, Played, Trial, goodness_of_fit, play
 from bench.bayes_bandits import SHIPPED, THOMPSON, UCBS, measure_bandits, measure_calibration, reliability
+from bench.bayes_plan import BayesPlan
 from models.threads import one_thread
 
 QUIET = Console(quiet=True)
-
-
-@dataclass(frozen=True)
-class Plan:
-    seeds: tuple[int, ...] = (50, 51)
-    data: Path | None = None
-    plot: Path | None = None
+SMALL = BayesPlan(seeds=(50, 51))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +32,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_thompson_and_ucb_are_compared_on_the_same_rounds() -> None:
-    results, bars = measure_bandits(Plan(), True, QUIET, worlds=["synthetic"], rounds=40)
+    results, bars = measure_bandits(SMALL, True, QUIET, worlds=["synthetic"], rounds=40)
     found = results["worlds"]["synthetic"]
     assert set(found["methods"]) == {each.label for each in (THOMPSON, *UCBS)}
     best = min(found["methods"][each.label]["regret_mean"] for each in UCBS)
@@ -55,7 +50,7 @@ def test_thompson_and_ucb_are_compared_on_the_same_rounds() -> None:
 
 
 def test_calibration_of_the_learner_as_shipped(tmp_path: Path) -> None:
-    results, bars = measure_calibration(Plan(plot=tmp_path), False, QUIET, worlds=["synthetic"], rounds=40)
+    results, bars = measure_calibration(replace(SMALL, plot=tmp_path), False, QUIET, worlds=["synthetic"], rounds=40)
     found = results["worlds"]["synthetic"]
     assert found["samples"] == 80
     assert [bar.value for bar in bars] == [found["ece"], found["ece_equal_mass"], *[found["coverage"]] * 2]
@@ -66,7 +61,7 @@ def test_calibration_of_the_learner_as_shipped(tmp_path: Path) -> None:
 def test_worlds_without_data_are_skipped(tmp_path: Path) -> None:
     said = Console(record=True, width=200, quiet=False, file=(tmp_path / "said").open("w"))
     for measure in (measure_bandits, measure_calibration):
-        results, bars = measure(Plan(data=tmp_path), True, said)
+        results, bars = measure(replace(SMALL, data=tmp_path), True, said)
         assert bars == []
         assert results["worlds"] == {}
         assert set(results["skipped"]) == {"movielens", "service"}
