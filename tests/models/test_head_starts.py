@@ -194,7 +194,8 @@ def test_what_is_not_finite_is_no_start(absurd: float) -> None:
     starts[0, 1] = absurd
     states = learner.started(shared, starts)
     for name, value in learner.newborn(shared).items():
-        assert torch.equal(states[name][0], value)
+        # Alone or beside others, sums may be rounded otherwise.
+        torch.testing.assert_close(states[name][0], value, rtol=1e-12, atol=1e-12)
     assert bool(states["gram"][1].any())
 
 
