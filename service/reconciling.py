@@ -14,12 +14,10 @@ async def reconcile(namespaces: Namespaces, record: NamespaceRecord, wanted: Lea
     if stored == wanted:
         return record
     if stored.structure() != wanted.structure() and record.layout is not None:
-        changed = {
-            name: (value, wanted.structure()[name])
-            for name, value in stored.structure().items()
-            if value != wanted.structure()[name]
-        }
-        told = ", ".join(f"{name} from {old!r} to {new!r}" for name, (old, new) in changed.items())
+        # Learners of different presets have settings of their own: only what both have can be told apart.
+        before, after = stored.structure(), wanted.structure()
+        changed = [name for name in before if name in after and before[name] != after[name]]
+        told = ", ".join(f"{name} from {before[name]!r} to {after[name]!r}" for name in changed)
         raise SettingsError(
             f"namespace {record.name} has learners that a change of {told} would void: "
             "set the old values, or use another METABAN_NAMESPACE"

@@ -280,6 +280,12 @@ class TestSettings:
         with pytest.raises(SettingsError, match="width from 6 to 7"):
             await make_engine(width=7).start()
 
+    async def test_another_preset_under_stored_learners(self, engine: Engine, make_engine: MakeEngine) -> None:
+        await engine.recommend(ask())
+        other = make_engine(preset="default", width=None, user_steps=None)
+        with pytest.raises(SettingsError, match="preset from 'paper' to 'default'"):
+            await other.start()
+
     async def test_another_structure_before_the_first_request(self, engine: Engine, make_engine: MakeEngine) -> None:
         other = make_engine(width=7)
         await other.start()
