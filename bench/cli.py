@@ -190,12 +190,13 @@ def bayes(
     """Priors learned from the posteriors of many tasks: GEM-BML against MAML and Reptile.
 
     [bold]sinusoids[/]: error on new sine tasks after a few steps. [bold]gradient[/]: error of the meta-gradient where
-    the analytic one is known. [bold]cost[/]: memory and time of a meta-update.
+    the analytic one is known. [bold]cost[/]: memory and time of a meta-update. [bold]tuning[/], only if asked for:
+    how the settings of sinusoids were chosen.
     """
-    from bench.bayes import PARTS, measure_bayes
+    from bench.bayes import PARTS, USUAL, measure_bayes
     from bench.bayes_plan import BayesPlan
 
-    parts = tuple(PARTS) if part is None else parse_names(part, PARTS, "--part")
+    parts = USUAL if part is None else parse_names(part, PARTS, "--part")
     plan = BayesPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
     report = measure_bayes(plan.quick() if quick else plan, parts, quick=quick, console=console)
     report.print_bars(console)
