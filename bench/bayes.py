@@ -15,6 +15,7 @@ from bench.bayes_gradient import measure_gradient
 from bench.bayes_heads import measure_heads
 from bench.bayes_plan import BayesPlan
 from bench.bayes_sine import measure_sinusoids
+from bench.bayes_tuning import measure_tuning
 from bench.report import Bar, Report
 
 #: Runs a part, shows its tables and draws its pictures where the plan says so; gives its results and claims.
@@ -27,7 +28,10 @@ PARTS: Final[Mapping[str, Part]] = {
     "fewshot": measure_fewshot,
     "bandits": measure_bandits,
     "calibration": measure_calibration,
+    "tuning": measure_tuning,
 }
+#: What is run unless something is asked for: settings stay as they were chosen.
+USUAL: Final = tuple(name for name in PARTS if name != "tuning")
 
 
 def measure_bayes(plan: BayesPlan, parts: Sequence[str], *, quick: bool, console: Console) -> Report:

@@ -1,8 +1,8 @@
 """Sine tasks of Section 5.1: error after a few steps on ten points, of GEM-BML and GEM-BML+ against MAML and Reptile.
 
 All methods start from the same network and see the same tasks: as many meta-updates, as many tasks in each, ten points
-of a task to adapt to and ten others. Each has its inner rate and number of inner steps chosen on tasks of another seed,
-then runs on the seeds that are reported, all of them at once.
+of a task to adapt to and ten others. Each has settings of its own, chosen on other seeds (`bench.bayes_tuning`), and
+runs on the seeds that are reported, all of them at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from models.gem import GemSettings, MetaTrainer
 from models.gem_inference import Gaussian, InnerSettings, NetLikelihood, infer_by_steps
 from models.threads import one_thread
 
-#: Rates, of steps on mean squared errors of ten points, and numbers of inner steps that are tried for every method.
-RATES: Final = (0.005, 0.01, 0.02, 0.03)
-INNER_STEPS: Final = (5, 10)
-#: Steps on the ten other points after them, of Reptile, GEM-BML and GEM-BML+.
-QUERY_STEPS: Final = 5
 #: Steps of adaptation after which errors are reported.
 ADAPT_STEPS: Final = (1, 5, 10)
 META_RATE: Final = 1e-3
@@ -39,11 +34,49 @@ FALLS_FROM: Final = 0.7
 JUDGED_POINTS, CURVE_POINTS = 100, 10
 #: Tasks drawn at once.
 BLOCK: Final = 100
-#: Where rates and steps are chosen, and what stands for the error of a run that diverged.
-TUNING_SEED: Final = 50
-NO_ERROR: Final = 1e9
 #: The claims.
 DEFAULT_LIMIT, CHALLENGING_LIMIT = 1.1, 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Inner steps of a meta-update on the ten points of a task, and those after them on the ten others.
+
+    MAML takes none of the latter: its meta-gradient is that of the error there.
+    """
+
+    inner: int
+    query: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a method runs with: the rate of steps on mean squared errors of ten points, and how many."""
+
+    rate: float
+    steps: Steps
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} × {self.steps.inner}" + f" + {self.steps.query}" * bool(self.steps.query)
+
+
+#: Of least error on seeds that are not reported: what `metaban bench bayes --part tuning` prints.
+CHOSEN: Final[Mapping[str, Mapping[str, Choice]]] = {
+    "default": {
+        "MAML": Choice(0.01, Steps(16)),
+        "Reptile": Choice(0.01, Steps(10, 16)),
+        "GEM-BML": Choice(0.02, Steps(10, 10)),
+        "GEM-BML+": Choice(0.02, Steps(5, 16)),
+    },
+    "challenging": {
+        "MAML": Choice(0.02, Steps(5)),
+        "Reptile": Choice(0.01, Steps(10, 16)),
+        "GEM-BML": Choice(0.01, Steps(10, 16)),
+        "GEM-BML+": Choice(0.02, Steps(5, 16)),
+    },
+}
 
 
 class Learner(ABC):
@@ -124,16 +157,16 @@ class Method:
 
     gem: GemSettings | None = None
 
-    def learner(self, start: Tensor, rates: Sequence[float], steps: int) -> Learner:
+    def learner(self, start: Tensor, rates: Sequence[float], steps: Steps) -> Learner:
         """Runs from networks [G, p], each at its own rate."""
         tensor = torch.tensor(rates)[:, None, None]  # [G, 1, 1]
         if self.gem is None:
-            return Maml(start, tensor, steps)
+            return Maml(start, tensor, steps.inner)
         # Half of a sum over ten points, over this noise, is their mean squared error; over another, so many times it.
         point = self.gem.inner.point
         noise = SHOTS / 2 if point else NOISE
-        inner = replace(self.gem.inner, steps=steps, rate=tensor * 2 * noise / SHOTS)
-        settings = replace(self.gem, inner=inner, query_steps=QUERY_STEPS)
+        inner = replace(self.gem.inner, steps=steps.inner, rate=tensor * 2 * noise / SHOTS)
+        settings = replace(self.gem, inner=inner, query_steps=steps.query)
         return Gem(start, 1.0 if point else VARIANCE, settings, noise)
 
 
@@ -166,10 +199,11 @@ def train(
     rates: Sequence[float],
     plan: BayesPlan,
     *,
-    inner: int,
+    inner: Steps,
     steps: int,
+    measured: int = CURVE_POINTS,
 ) -> Run:
-    """One run for each pair of seed and rate, all at once."""
+    """One run for each pair of seed and rate, all at once; so many times measured on the way."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     starts = torch.stack([fresh_net(generator) for generator in generators])  # [G, p]
     judges = [torch.Generator().manual_seed(seed + 10_000) for seed in seeds]
@@ -180,7 +214,7 @@ def train(
     for step in range(steps):
         if step % BLOCK == 0:
             block = _stacked([draw(setting, each, (BLOCK, plan.meta_tasks)) for each in generators])
-        if step % max(1, steps // CURVE_POINTS) == 0:
+        if measured and step % max(1, steps // measured) == 0:
             curve.append(_errors(learner, test)[:, -1].tolist())
             at.append(step)
         if step >= FALLS_FROM * steps:
@@ -215,24 +249,11 @@ def _errors(learner: Learner, test: Batch) -> Tensor:
     return torch.stack(found, -1)
 
 
-def choose(method: Method, setting: Setting, plan: BayesPlan) -> tuple[float, int, dict[str, float]]:
-    """Rate and inner steps of the least error after ADAPT_STEPS, on a seed that is not reported; and all errors."""
-    tried: dict[tuple[float, int], float] = {}
-    for inner in INNER_STEPS:
-        seeds = [TUNING_SEED] * len(RATES)
-        run = train(method, setting, seeds, RATES, plan, inner=inner, steps=plan.tuning_steps)
-        ends = run.errors[:, -1].nan_to_num(NO_ERROR).clamp_max(NO_ERROR).tolist()
-        tried |= {(rate, inner): end for rate, end in zip(RATES, ends, strict=True)}
-    rate, inner = min(tried, key=tried.__getitem__)
-    return rate, inner, {f"{rate:g} × {inner}": end for (rate, inner), end in tried.items()}
-
-
 def measure_sinusoids(plan: BayesPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
     """All methods in both settings."""
     results: dict[str, Any] = {
         "meta_updates": plan.meta_steps,
         "tasks_a_meta_update": plan.meta_tasks,
-        "tuning": {"seed": TUNING_SEED, "meta_updates": plan.tuning_steps},
         "error": f"mean squared error on {JUDGED_POINTS} other points of {plan.test_tasks} new tasks of each seed",
         "settings": {},
     }
@@ -240,12 +261,12 @@ def measure_sinusoids(plan: BayesPlan, quick: bool, console: Console) -> tuple[d
         for setting in SETTINGS:
             rows: dict[str, Any] = {}
             for name, method in METHODS.items():
-                rate, inner, tried = choose(method, setting, plan)
-                rates = [rate] * len(plan.seeds)
-                run = train(method, setting, plan.seeds, rates, plan, inner=inner, steps=plan.meta_steps)
-                rows[name] = {"rate": rate, "inner_steps": inner, "tried": tried, **_row(run)}
+                chosen = CHOSEN[setting.name][name]
+                rates = [chosen.rate] * len(plan.seeds)
+                run = train(method, setting, plan.seeds, rates, plan, inner=chosen.steps, steps=plan.meta_steps)
+                rows[name] = {"chosen": str(chosen), **_row(run)}
                 end = rows[name][str(ADAPT_STEPS[-1])]["mean"]
-                console.print(f"{setting.name}, {name}: rate {rate:g}, {inner} steps: {end:.3f}", highlight=False)
+                console.print(f"{setting.name}, {name}: {chosen}: {end:.3f}", highlight=False)
             results["settings"][setting.name] = rows
     _print(results["settings"], console)
     if plan.plot is not None:
@@ -281,11 +302,10 @@ def sine_bars(settings: Mapping[str, Any], *, quick: bool) -> list[Bar]:
 def _print(settings: Mapping[str, Any], console: Console) -> None:
     for setting, rows in settings.items():
         heads = [f"{steps} step{'s' * (steps > 1)}" for steps in ADAPT_STEPS]
-        table = Table(f"{setting}: MSE", "rate × inner steps", *heads, box=None, pad_edge=False)
+        table = Table(f"{setting}: MSE", "rate × steps", *heads, box=None, pad_edge=False)
         for name, row in rows.items():
             cells = [row[str(steps)] for steps in ADAPT_STEPS]
-            chosen = f"{row['rate']:g} × {row['inner_steps']}"
-            table.add_row(name, chosen, *[f"{cell['mean']:.3f} ± {cell['sd']:.3f}" for cell in cells])
+            table.add_row(name, row["chosen"], *[f"{cell['mean']:.3f} ± {cell['sd']:.3f}" for cell in cells])
         console.print(table)
 
 

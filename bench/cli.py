@@ -194,12 +194,13 @@ def bayes(
     [bold]sinusoids[/]: error on new sine tasks after a few steps. [bold]gradient[/]: error of the meta-gradient where
     the analytic one is known. [bold]cost[/]: memory and time of a meta-update. [bold]heads[/]: users' heads against the
     analytic posterior. [bold]fewshot[/]: intervals after ten points (LLAMA). [bold]bandits[/]: Thompson sampling
-    against UCB. [bold]calibration[/]: rewards against what was foreseen of them.
+    against UCB. [bold]calibration[/]: rewards against what was foreseen of them. [bold]tuning[/], only if asked for:
+    how the settings of sinusoids were chosen.
     """
-    from bench.bayes import PARTS, measure_bayes
+    from bench.bayes import PARTS, USUAL, measure_bayes
     from bench.bayes_plan import BayesPlan
 
-    parts = tuple(PARTS) if part is None else parse_names(part, PARTS, "--part")
+    parts = USUAL if part is None else parse_names(part, PARTS, "--part")
     plan = BayesPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
     report = measure_bayes(plan.quick() if quick else plan, parts, quick=quick, console=console)
     report.print_bars(console)

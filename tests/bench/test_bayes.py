@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench import bayes_cost, bayes_gradient, bayes_sine
-from bench.bayes import PARTS
+from bench import bayes_cost, bayes_gradient, bayes_sine, bayes_tuning
+from bench.bayes import PARTS, USUAL
 from bench.bayes_plan import BayesPlan
+from bench.bayes_sine import Choice, Steps
 from bench.bayes_tasks import CUT, SETTINGS, SHAPE, SHOTS, adapt, draw, errors, fresh_net, maml_gradient
 from bench.cli import bench_app
 from models.gem import gaussian_gradient
@@ -70,7 +71,7 @@ def test_maml_is_the_literal_one() -> None:
 def test_points_of_gem_adapt_as_maml_does() -> None:
     """Reptile's rate is one of mean squared errors too: the same rate means the same for all."""
     start, batch = fresh_net(randoms())[None], draw(SETTINGS[0], randoms(1), (1, 4))
-    learner = bayes_sine.METHODS["Reptile"].learner(start, [0.02], 5)
+    learner = bayes_sine.METHODS["Reptile"].learner(start, [0.02], Steps(5, 5))
     *_, found = learner.adapted(batch, 3)
     torch.testing.assert_close(found, adapt(start[:, None].expand(1, 4, -1), batch, 0.02, 3), atol=1e-5, rtol=1e-4)
 
@@ -78,20 +79,47 @@ def test_points_of_gem_adapt_as_maml_does() -> None:
 @pytest.mark.parametrize("name", list(bayes_sine.METHODS))
 def test_every_method_learns(name: str) -> None:
     plan = replace(BayesPlan(), meta_tasks=4, test_tasks=20)
-    run = bayes_sine.train(bayes_sine.METHODS[name], SETTINGS[0], (7, 8), (0.01, 0.02), plan, inner=5, steps=60)
+    method, steps = bayes_sine.METHODS[name], Steps(5, 5)
+    run = bayes_sine.train(method, SETTINGS[0], (7, 8), (0.01, 0.02), plan, inner=steps, steps=60)
     assert run.errors.shape == (2, len(bayes_sine.ADAPT_STEPS))
     assert len(run.curve) == len(run.at)
     before, after = torch.tensor(run.curve[0]), torch.tensor(run.curve[-1])
     assert bool((after < before).all())
 
 
-def test_rates_are_chosen_by_the_error_after_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bayes_sine, "RATES", (1e-6, 0.01, 1e6))
+def test_reptile_takes_its_steps_on_both_halves_of_a_task() -> None:
+    """What its first meta-update goes along is where gradient descent on the ten points, then on the others, ends."""
+    start, batch = fresh_net(randoms())[None], draw(SETTINGS[0], randoms(1), (1, 4))
+    learner = bayes_sine.METHODS["Reptile"].learner(start, [0.02], Steps(3, 2))
+    learner.step(batch)
+    others = replace(batch, x=batch.other_x, y=batch.other_y)
+    ends = adapt(adapt(start[:, None].expand(1, 4, -1), batch, 0.02, 3), others, 0.02, 2)
+    (mean,) = learner.optimiser.param_groups[0]["params"]
+    torch.testing.assert_close(-mean.grad, (ends - start).mean(-2), atol=1e-5, rtol=1e-4)
+
+
+def test_settings_are_chosen_by_the_error_after_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bayes_tuning, "RATES", (1e-6, 0.01, 1e6))
     plan = replace(BayesPlan(), meta_tasks=2, test_tasks=10, tuning_steps=5)
-    rate, inner, tried = bayes_sine.choose(bayes_sine.METHODS["Reptile"], SETTINGS[0], plan)
-    assert rate == 0.01
-    assert min(tried, key=tried.__getitem__) == f"0.01 × {inner}"
-    assert len(tried) == 3 * len(bayes_sine.INNER_STEPS)
+    method = bayes_sine.METHODS["Reptile"]
+    chosen, tried = bayes_tuning.choose(method, SETTINGS[0], plan)
+    assert chosen.rate == 0.01
+    assert min(tried, key=tried.__getitem__) == str(chosen)
+    assert len(tried) == 3 * len(bayes_tuning.INNER_STEPS) * len(bayes_tuning.QUERY_STEPS)
+    # Each alone, seed by seed.
+    ends = [
+        float(bayes_sine.train(method, SETTINGS[0], (seed,), (0.01,), plan, inner=chosen.steps, steps=5).errors[0, -1])
+        for seed in bayes_tuning.TUNING_SEEDS
+    ]
+    assert tried[str(chosen)] == pytest.approx(sum(ends) / len(ends), rel=1e-4)
+
+
+def test_what_runs_is_in_the_grid_that_was_tried() -> None:
+    assert set(bayes_tuning.TUNING_SEEDS).isdisjoint(BayesPlan().seeds)
+    for setting in SETTINGS:
+        for name, method in bayes_sine.METHODS.items():
+            grid = [Choice(rate, steps) for rate in bayes_tuning.RATES for steps in bayes_tuning.candidates(method)]
+            assert bayes_sine.CHOSEN[setting.name][name] in grid
 
 
 def test_errors_are_mean_squares() -> None:
@@ -206,8 +234,22 @@ def test_parts_write_their_json_and_pictures(tmp_path: Path, monkeypatch: pytest
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_settings_stay_as_they_are_unless_tuning_is_asked_for() -> None:
+    assert {*USUAL, "tuning"} == set(PARTS)
+    assert "tuning" not in USUAL
+
+
+def test_tuning_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bayes_tuning, "RATES", (0.01,))
+    plan = replace(BayesPlan(), tuning_steps=1, meta_tasks=2, test_tasks=4)
+    results, bars = bayes_tuning.measure_tuning(plan, True, Console(file=StringIO()))
+    assert results["settings"].keys() == bayes_sine.CHOSEN.keys()
+    assert all(set(rows) == set(bayes_sine.METHODS) for rows in results["settings"].values())
+    assert bars == []
+
+
 def test_sinusoids_as_a_whole(tmp_path: Path) -> None:
-    plan = replace(BayesPlan(), seeds=(7,), meta_steps=3, tuning_steps=1, meta_tasks=2, test_tasks=4, plot=tmp_path)
+    plan = replace(BayesPlan(), seeds=(7,), meta_steps=3, meta_tasks=2, test_tasks=4, plot=tmp_path)
     results, bars = bayes_sine.measure_sinusoids(plan, True, Console(file=StringIO()))
     assert set(results["settings"]) == {"default", "challenging"}
     assert len(bars) == 5
