@@ -26,7 +26,7 @@ Matrix = NDArray[np.float64]
 #: small the least of them.
 DRAWS: Final = 256
 #: How far from the mean draws are taken, as a share of the posterior's deviation.
-DRAWS_SCALE: Final = 0.03
+DRAWS_SCALE: Final = 0.01
 
 
 class Policy(ABC):

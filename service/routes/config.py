@@ -79,7 +79,7 @@ class ConfigOut(BaseModel):
                         "epsilon": 0.05,
                         "squarecb_gamma": 100.0,
                         "thompson_draws": 256,
-                        "thompson_scale": 0.03,
+                        "thompson_scale": 0.01,
                         "serving": "learner",
                         "baseline": [],
                         "reward_min": 0.0,
