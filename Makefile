@@ -48,6 +48,8 @@ bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick
 	$(BIN)/metaban bench regret --quick
 	$(BIN)/metaban bench latency --quick
+	$(BIN)/metaban bench fusion --quick
+	$(BIN)/metaban bench bayes --quick
 	$(BIN)/metaban bench hostile --quick
 
 chaos: $(VENV)/.development ## kill and cut everything for a while (CHAOS_S=600 CHAOS_SEED=...)
