@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 
@@ -16,11 +16,10 @@ from bench.bayes_heads import measure_heads
 from bench.bayes_plan import BayesPlan
 from bench.bayes_sine import measure_sinusoids
 from bench.bayes_tuning import measure_tuning
-from bench.report import Bar, Report
+from bench.parts import Part, run_parts
+from bench.report import Report
 
-#: Runs a part, shows its tables and draws its pictures where the plan says so; gives its results and claims.
-Part = Callable[[BayesPlan, bool, Console], tuple[dict[str, Any], list[Bar]]]
-PARTS: Final[Mapping[str, Part]] = {
+PARTS: Final[Mapping[str, Part[BayesPlan]]] = {
     "sinusoids": measure_sinusoids,
     "gradient": measure_gradient,
     "cost": measure_cost,
@@ -36,10 +35,6 @@ USUAL: Final = tuple(name for name in PARTS if name != "tuning")
 
 def measure_bayes(plan: BayesPlan, parts: Sequence[str], *, quick: bool, console: Console) -> Report:
     """Some parts, one after the other."""
-    results: dict[str, Any] = {}
-    bars: list[Bar] = []
-    for part in parts:
-        results[part], found = PARTS[part](plan, quick, console)
-        bars += found
+    results, bars = run_parts(PARTS, parts, plan, quick=quick, console=console)
     sizes = {name: value for name, value in asdict(plan).items() if name not in {"data", "plot"}}
     return Report("bayes", {"parts": list(parts), **sizes}, results, bars, quick)

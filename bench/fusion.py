@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 
 from bench.fusion_plan import FusionPlan
 from bench.fusion_sine import measure_sine
 from bench.fusion_timing import measure_timing
-from bench.report import Bar, Report
+from bench.parts import Part, run_parts
+from bench.report import Report
 from bench.warm_start_parts import measure_movielens, measure_profiles
 
-#: Runs a part, shows its tables and draws its pictures where the plan says so; gives its results and claims.
-Part = Callable[[FusionPlan, bool, Console], tuple[dict[str, Any], list[Bar]]]
-PARTS: Final[Mapping[str, Part]] = {
+PARTS: Final[Mapping[str, Part[FusionPlan]]] = {
     "sine": measure_sine,
     "profiles": measure_profiles,
     "movielens": measure_movielens,
@@ -26,10 +25,6 @@ PARTS: Final[Mapping[str, Part]] = {
 
 def measure_fusion(plan: FusionPlan, parts: Sequence[str], *, quick: bool, console: Console) -> Report:
     """Some parts, one after the other."""
-    results: dict[str, Any] = {}
-    bars: list[Bar] = []
-    for part in parts:
-        results[part], found = PARTS[part](plan, quick, console)
-        bars += found
+    results, bars = run_parts(PARTS, parts, plan, quick=quick, console=console)
     settings = {"seeds": list(plan.seeds), "parts": list(parts), **asdict(plan.settings)}
     return Report("fusion", settings, results, bars, quick)
