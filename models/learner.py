@@ -20,6 +20,7 @@ from models.arrays import Array, library_of, on_device
 from models.drawing import Draws
 from models.explaining import Agreement, Contributions
 from models.slates import Slates
+from models.teaching import Teaching
 
 #: The tensors of one user (or, with a leading dimension, of many), by field name.
 State = dict[str, Tensor]
@@ -176,3 +177,11 @@ class Learner(ABC):
     @abstractmethod
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         """Shared state of the next epoch, from users' samples."""
+
+    def kinds(self, shared: State, batch: UserBatch) -> Tensor:
+        """The kind of each user of a batch [B] int64, from 0; all are of one until kinds were told apart."""
+        return torch.zeros(batch.events.shape[0], dtype=torch.int64)
+
+    def teaching(self, shared: State) -> Teaching | None:
+        """Who teaches whom, by kind; None where that was not looked at."""
+        return None
