@@ -30,8 +30,8 @@ from bench.report import Bar
 from models.arrays import as_arrays
 from models.exploration import UpperConfidence
 from models.learner import Query, State, UserBatch
-from models.posterior import PosteriorLearner, stored_prior
-from models.prior import Groups, Prior
+from models.posterior import PosteriorLearner
+from models.prior import Groups, Prior, stored_prior
 from models.settings import PosteriorSettings
 from models.slates import Slates
 from models.threads import one_thread

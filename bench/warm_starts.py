@@ -33,7 +33,8 @@ from bench.profile_world import ProfiledWorld
 from models.exploration import build_policy
 from models.features import infer_layout
 from models.fusion_training import FusionSettings
-from models.posterior import PosteriorLearner, stored_prior
+from models.posterior import PosteriorLearner
+from models.prior import stored_prior
 from models.settings import named_settings
 from models.threads import one_thread
 from models.warm_start_guard import judge

@@ -15,6 +15,7 @@ trunk is told who asks by the head that the user had at that moment, so that it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -33,8 +34,10 @@ from models.memory import FIRST_GAIN, half_squares, in_radii
 from models.metaban import doubled
 from models.offer import on_offer
 from models.posterior_parts import posterior_contributions
-from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups
+from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, prior_state, stored_prior
 from models.settings import PosteriorSettings
+from models.teachers import Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
+from models.teaching import Teaching
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
     ALONE,
@@ -101,7 +104,8 @@ class PosteriorLearner(Learner):
         prior = Prior.initial(self.head_size)
         shared = {
             "trunk": self.trunk.initial(generator, self.dtype),
-            **_stored(prior),
+            **prior_state(prior),
+            **kinds_state(Kinds.one(prior)),
             "group_pull": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
             "group_offset": torch.full((VOICES_MAX,), NO_GROUP, dtype=torch.float64),
             "group_share": torch.tensor(self.settings.group_spread, dtype=torch.float64),
@@ -298,9 +302,6 @@ class PosteriorLearner(Learner):
         derived |= judged(samples, derived["since"])
         if refit:
             derived |= self.inputs.anew(derived, samples, self.offer(samples.notes))
-        if self.settings.trunk:
-            wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
-            derived |= self._trained(derived, samples, min(max(1, wanted), self.settings.epoch_steps_max), total_events)
         heads = [self.batch_heads(derived, batch) for batch in batches]
         users = Statistics.joined(
             [
@@ -308,21 +309,33 @@ class PosteriorLearner(Learner):
                 for h, batch in zip(heads, batches, strict=True)
             ]
         )
-        prior = stored_prior(derived)
-        for _ in range(EM_STEPS_REFIT if refit else EM_STEPS):
-            prior = prior.improved(users)
-        derived |= _stored(prior)
+        weights = torch.cat([batch.weight for batch in batches]).to(users.events)  # [U]
+        prior, kinds, teaching = self._taught(derived, users, weights, total_events, refit=refit)
+        if self.settings.trunk:
+            wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
+            steps = min(max(1, wanted), self.settings.epoch_steps_max)
+            derived |= self._trained(derived, samples.taught(batches, teaching), steps, total_events)
+        derived |= prior_state(prior) | kinds_state(kinds)
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
-            derived |= self._grouped_anew(prior, users)
+            derived |= self._grouped_anew(prior, users, teaching)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
         return {**derived, "epoch": shared["epoch"] + 1}
 
+    def kinds(self, shared: State, batch: UserBatch) -> Tensor:
+        weights = sample_weights(batch, shared["since"])
+        return stored_kinds(shared).kind_of(Statistics.of(self.batch_heads(shared, batch), batch.rewards, weights))
+
+    def teaching(self, shared: State) -> Teaching | None:
+        kinds = stored_kinds(shared)
+        return Teaching(kinds.weights, *kinds.gain.tolist()) if self.settings.teaching else None
+
     def _watched(self, shared: State, samples: Samples) -> State:
         """After a change of tastes, samples from before it fade and the prior is learned from scratch."""
         changed = tastes_changed(samples, shared["epoch"], shared["since"])
-        anew = {**_stored(Prior.initial(self.head_size)), "since": shared["epoch"] + 1}
+        initial = Prior.initial(self.head_size)
+        anew = {**prior_state(initial), **kinds_state(Kinds.one(initial)), "since": shared["epoch"] + 1}
         return shared | {
             name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in anew.items()
         }
@@ -346,10 +359,29 @@ class PosteriorLearner(Learner):
             "trunk_steps": state.steps,
         }
 
-    def _grouped_anew(self, prior: Prior, users: Statistics) -> State:
-        loudest = users.events.argsort(descending=True, stable=True)[:VOICES_MAX]
+    def _taught(
+        self, derived: State, users: Statistics, weights: Tensor, total_events: int, *, refit: bool
+    ) -> tuple[Prior, Kinds, Tensor]:
+        """The prior, kinds of users, and w_u [U] of all who teach; who does is measured when inputs change."""
+        prior, kinds = stored_prior(derived), stored_kinds(derived)
+        steps = EM_STEPS_REFIT if refit else EM_STEPS
+        everyone = kinds.prior
+        for _ in range(steps):
+            everyone = everyone.improved(users, weights)
+        kinds = replace(kinds, prior=everyone)
+        if refit and self.settings.teaching:
+            kinds = measured_kinds(everyone, users, self.settings.seed + total_events)
+        if not (self.settings.teaching and enough_users(users) and kinds.any_silent):
+            return everyone, kinds, weights
+        teaching = weights * kinds.weights_of(users)  # [U]
+        for _ in range(steps):
+            prior = prior.improved(users, teaching)
+        return prior, kinds, teaching
+
+    def _grouped_anew(self, prior: Prior, users: Statistics, teaching: Tensor) -> State:
+        loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]
         share = torch.full_like(prior.noise, self.settings.group_spread)
-        groups = find_groups(prior, users.rows(loudest), share, SHIFT_STEPS)
+        groups = find_groups(prior, users.rows(loudest), share, SHIFT_STEPS, teaching[loudest])
         missing = VOICES_MAX - groups.offset.shape[0]
         return {
             "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, self.head_size)]),
@@ -363,17 +395,3 @@ def _said(h: Array, query: Query) -> tuple[Array, Array]:
     side_by_side = query.slates.padded(h)  # [R, K, D]
     spread = ((side_by_side @ query.own["covariance"]) * side_by_side).sum(-1)
     return query.slates.flat(side_by_side @ query.own["heads"]), rectified(query.slates.flat(spread))
-
-
-def stored_prior(shared: Arrays) -> Prior:
-    """The prior of an epoch."""
-    return Prior(shared["prior_mean"], shared["prior_covariance"], shared["prior_precision"], shared["noise"])
-
-
-def _stored(prior: Prior) -> State:
-    return {
-        "prior_mean": prior.mean,
-        "prior_covariance": prior.covariance,
-        "prior_precision": prior.precision,
-        "noise": prior.noise,
-    }

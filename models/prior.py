@@ -12,6 +12,7 @@ says which: a user with two events belongs a little everywhere, one with fifty t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -60,6 +61,10 @@ class Statistics:
             torch.cat([part.events for part in parts]),
         )
 
+    def cpu(self) -> Statistics:
+        """On the CPU."""
+        return Statistics(self.gram.cpu(), self.moment.cpu(), self.squares.cpu(), self.events.cpu())
+
     def rows(self, index: Tensor) -> Statistics:
         """Some of the users."""
         return Statistics(self.gram[index], self.moment[index], self.squares[index], self.events[index])
@@ -88,6 +93,10 @@ class Prior:
         """With the inverse of Σ."""
         return cls(mean, covariance, inverse(covariance), noise)
 
+    def cpu(self) -> Prior:
+        """On the CPU."""
+        return Prior(self.mean.cpu(), self.covariance.cpu(), self.precision.cpu(), self.noise.cpu())
+
     def posterior(self, gram: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """Mean [..., D] and covariance [..., D, D] of heads with these statistics."""
         covariance = inverse(gram / self.noise + self.precision)
@@ -98,18 +107,33 @@ class Prior:
         natural = moment / self.noise + self.precision @ self.mean
         return (covariance @ natural[..., None])[..., 0]
 
-    def improved(self, users: Statistics) -> Prior:
-        """One step of EM."""
+    def improved(self, users: Statistics, teaching: Tensor | None = None) -> Prior:
+        """One step of EM, in which users count w_u [U], or 1."""
+        teaching = torch.ones_like(users.events) if teaching is None else teaching
         mean, covariance = self.posterior(users.gram, users.moment)  # [U, D], [U, D, D]
-        count = mean.shape[0]
-        centre = mean.mean(0)
-        away = mean - centre
         seconds = covariance + mean.unsqueeze(-1) * mean.unsqueeze(-2)  # [U, D, D], E[wwᵀ]
-        errors = users.squares.sum() - 2 * (mean * users.moment).sum() + (users.gram * seconds).sum()
-        noise = ((errors + FIRST_NOISE) / (users.events.sum() + 1)).clamp_min(LEAST_NOISE)
-        unseen = torch.eye(centre.shape[0], dtype=mean.dtype, device=mean.device) * (UNSEEN_SPREAD * noise)
-        spread = (covariance.sum(0) + away.mT @ away + UNSEEN_USERS * unseen) / (count + UNSEEN_USERS)
-        return Prior.of(centre, (spread + spread.mT) / 2, noise)
+        errors = users.squares - 2 * (mean * users.moment).sum(-1) + (users.gram * seconds).sum((-1, -2))  # [U]
+        noise = ((teaching @ errors + FIRST_NOISE) / (teaching @ users.events + 1)).clamp_min(LEAST_NOISE)
+        centres, spreads = matched(teaching.unsqueeze(0), mean, covariance, noise)
+        return Prior.of(centres[0], spreads[0], noise)
+
+
+def matched(weights: Tensor, mean: Tensor, covariance: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Means [n, D] and covariances [n, D, D] of heads by moments, where users count weights [n, U].
+
+    What is known of users are means [U, D] and covariances [U, D, D]; UNSEEN_USERS of whom nothing is known are among
+    them.
+    """
+    count = weights.sum(-1, keepdim=True)  # [n, 1]
+    centre = weights @ mean / count  # [n, D]
+    about = mean.mean(0)  # moments about some point near all means lose less to rounding
+    apart, off = mean - about, centre - about  # [U, D], [n, D]
+    seconds = (covariance + apart.unsqueeze(-1) * apart.unsqueeze(-2)).flatten(1)  # [U, D²]
+    total = (weights @ seconds).view(*centre.shape, -1)  # [n, D, D]
+    unseen = torch.eye(centre.shape[-1], dtype=mean.dtype, device=mean.device) * (UNSEEN_SPREAD * noise)
+    count = count.unsqueeze(-1)  # [n, 1, 1]
+    spread = (total - count * off.unsqueeze(-1) * off.unsqueeze(-2) + UNSEEN_USERS * unseen) / (count + UNSEEN_USERS)
+    return centre, (spread + spread.mT) / 2
 
 
 @final
@@ -149,9 +173,13 @@ class Groups:
         return (covariance @ (known + belief @ self.pull)[..., None])[..., 0]
 
 
-def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int) -> Groups:
-    """Centres, one a user, after `steps` shifts towards those whose rewards they explain."""
-    log_weight = (users.events / (users.events + HALF_VOICE_EVENTS)).log()
+def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int, teaching: Tensor | None = None) -> Groups:
+    """Centres, one a user, after `steps` shifts towards those whose rewards they explain.
+
+    Users count w_u [U], or 1; whoever does not count is in no group, and no group is around them.
+    """
+    voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
+    log_weight = (voice if teaching is None else teaching * voice).log().clamp_min(NO_GROUP)
     centres, _ = prior.posterior(users.gram, users.moment)  # [U, D]
     within = prior.precision / share
     covariance = inverse(users.gram / prior.noise + within)  # [U, D, D]
@@ -170,3 +198,18 @@ def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int) -> G
         moment = belief @ users.moment
         centres, _ = prior.posterior(gram, moment)
     return Groups.of(prior, centres, log_weight, share)
+
+
+def stored_prior(shared: Mapping[str, Array]) -> Prior:
+    """The prior of an epoch."""
+    return Prior(shared["prior_mean"], shared["prior_covariance"], shared["prior_precision"], shared["noise"])
+
+
+def prior_state(prior: Prior) -> dict[str, Tensor]:
+    """What an epoch keeps of a prior."""
+    return {
+        "prior_mean": prior.mean,
+        "prior_covariance": prior.covariance,
+        "prior_precision": prior.precision,
+        "noise": prior.noise,
+    }

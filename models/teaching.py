@@ -1,8 +1,5 @@
-"""Who teaches whom: kinds of users, and how much the samples of each count in what the others learn in groups.
-
-w_u of Eq. 5 of the Meta-Ban paper, with the weights that task modeling (`models.transfer`) finds: for each kind of
-users as the target, the other kinds are the sources.
-"""
+"""Who teaches: kinds of users, and how much the samples of each count in what the others learn, w_u of Eq. 5 of the
+Meta-Ban paper. `models.teachers` finds both."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Teaching:
-    """Of K kinds of users: what an epoch says of who teaches whom."""
+    """Of K kinds of users: what an epoch says of who teaches the others."""
 
-    #: Share of the samples of kind j that counts for kind i [K, K]; 1 on the diagonal, and everywhere until measured.
+    #: What the samples of each kind count in what others learn [K]: 1 until measured.
     weights: Tensor
-    #: By how much held-out losses of kind i fell with these weights [K], and the standard error of it; 0 if not at all.
-    gain: Tensor
-    gain_error: Tensor
+    #: What that saves users who had no part in the choice, in nats a user, and its standard error; 0 until measured.
+    gain: float
+    gain_error: float
 
     @property
     def kinds(self) -> int:

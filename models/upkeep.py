@@ -6,7 +6,7 @@ All of it rests on what was noted when decisions were made, before their rewards
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self, final
 
 import torch
@@ -64,6 +64,12 @@ class Samples:
             torch.cat([batch.epochs.flatten() for batch in batches]),
             torch.cat([sample_weights(batch, since).flatten() for batch in batches]),
         )
+
+    def taught(self, batches: Sequence[UserBatch], teaching: Tensor) -> Samples:
+        """The same, where the samples of a user count w_u [U] as well."""
+        parts = torch.split(teaching, [batch.rewards.shape[0] for batch in batches])
+        each = [part.repeat_interleave(batch.rewards.shape[1]) for part, batch in zip(parts, batches, strict=True)]
+        return replace(self, weights=self.weights * torch.cat(each).to(self.weights))
 
     def at(self, shares: Tensor) -> Tensor:
         """Rows [m] at these shares [m] of all weight, each in [0, 1): uniform shares draw rows by their weight."""

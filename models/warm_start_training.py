@@ -25,8 +25,8 @@ from models.fusion import Fusion
 from models.fusion_training import FusionFit, FusionSettings, fit_fusion
 from models.learner import Learner, State, UserBatch
 from models.plain_net import NetShape
-from models.posterior import PosteriorLearner, stored_prior
-from models.prior import Prior, Statistics
+from models.posterior import PosteriorLearner
+from models.prior import Prior, Statistics, stored_prior
 from models.upkeep import sample_weights
 from models.warm_start_guard import FirstRewards, judge
 from models.warm_starts import BASIS, FUSION, GuardReport, basis_names, standardised_profiles

@@ -1,0 +1,237 @@
+"""Who teaches well: the weights w_u of Eq. 5 of the Meta-Ban paper, by task modeling over kinds of users.
+
+A few users who are rewarded for other reasons than the rest make the prior wider and everybody slower: it has to allow
+for them. Users are told apart into kinds by what they say of arms, and Algorithm 1 (`models.transfer`) is run for each
+kind as the target, with the other kinds as sources. Since by default all of them teach, a set S is of those who are
+*silent*, and f_t(S) is −log p of the rewards of users of kind t, in nats a user, under the prior that all but S have
+taught. A kind whose silence would save the median user of the others more than γ is silenced, if that helps users who
+had no part in the choice.
+
+This trusts the many. Whoever is silenced still learns from their own rewards, but starts from what the others want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from models.arrays import inverse
+from models.gem_heads import log_marginal
+from models.prior import HALF_VOICE_EVENTS, Prior, Statistics, matched
+from models.transfer import SubsetLosses, TransferSettings, draw_subsets, fit_surrogate
+
+#: Kinds of users.
+KINDS: Final = 8
+#: Users that are looked at, those with the most rewards; fewest of them, and fewest rewards of one.
+USERS_MAX: Final = 128
+LEAST_USERS: Final = 64
+LEAST_REWARDS: Final = 6
+#: Ways to tell them apart that are tried: bad teachers in several kinds would excuse each other.
+CLUSTERINGS: Final = 4
+#: Rounds of Lloyd's algorithm.
+LLOYD_ROUNDS: Final = 16
+#: Kinds that are silent at once in a set.
+SUBSETS: Final = TransferSettings(subset_size=2, subsets_per_source=4)
+#: γ, in nats: what a kind costs the median user of the others before it is silenced.
+WORST: Final = 0.25
+#: What is saved on users held out has to be this much at least, in nats a user, and so many standard errors above 0.
+LEAST_GAIN: Final = 0.15
+GUARD_ERRORS: Final = 2.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """K kinds of users: centres [K, D] of their heads, and what each kind counts as a teacher [K]; the same for all
+    until measured."""
+
+    centres: Tensor
+    weights: Tensor
+    #: The prior that everybody teaches: in that of the good teachers alone, the others would look more like them.
+    prior: Prior
+    #: By how much less users held out would have lost, and the standard error of it [2].
+    gain: Tensor
+
+    @classmethod
+    def one(cls, prior: Prior) -> Kinds:
+        """Everybody is of one kind."""
+        centres = torch.zeros_like(prior.mean.expand(KINDS, -1))
+        return cls(
+            centres,
+            torch.ones_like(centres[:, 0]),
+            prior,
+            torch.zeros_like(prior.mean[:2]),
+        )
+
+    @property
+    def any_silent(self) -> bool:
+        """Whether anybody does not teach."""
+        return bool((self.weights < 1).any())
+
+    def kind_of(self, users: Statistics) -> Tensor:
+        """The kind of each user [U] int64."""
+        heads, _ = self.prior.posterior(users.gram, users.moment)  # [U, D]
+        apart = heads.unsqueeze(1) - self.centres  # [U, K, D]
+        return ((apart @ metric(users)) * apart).sum(-1).argmin(-1)
+
+    def weights_of(self, users: Statistics) -> Tensor:
+        """w_u: what each user counts as a teacher [U]."""
+        return self.weights[self.kind_of(users)]
+
+
+def stored_kinds(shared: Mapping[str, Tensor]) -> Kinds:
+    """The kinds of an epoch."""
+    precision = shared["kind_precision"]
+    prior = Prior(shared["kind_mean"], precision, precision, shared["kind_noise"])
+    return Kinds(shared["kind_centres"], shared["kind_weights"], prior, shared["kind_gain"])
+
+
+def kinds_state(kinds: Kinds) -> dict[str, Tensor]:
+    """What an epoch keeps of kinds."""
+    return {
+        "kind_centres": kinds.centres,
+        "kind_weights": kinds.weights,
+        "kind_gain": kinds.gain,
+        "kind_mean": kinds.prior.mean,
+        "kind_precision": kinds.prior.precision,
+        "kind_noise": kinds.prior.noise,
+    }
+
+
+def metric(users: Statistics) -> Tensor:
+    """The mean of hhᵀ [D, D]: in its norm users are as far apart as what they say of arms."""
+    return users.gram.sum(0) / users.events.sum().clamp_min(1.0)
+
+
+def cluster(points: Tensor, weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Lloyd's algorithm from starts that lie apart: the cluster of each point [n, c], weighed by [n] → [n] int64."""
+    centres = points[torch.multinomial(weights, 1, generator=generator)]  # [1, c]
+    while len(centres) < count:
+        away = torch.cdist(points, centres).amin(-1).square() * weights + 1e-12  # [n]
+        centres = torch.cat([centres, points[torch.multinomial(away, 1, generator=generator)]])
+    for _ in range(LLOYD_ROUNDS):
+        nearest = torch.cdist(points, centres).argmin(-1)  # [n]
+        member = torch.nn.functional.one_hot(nearest, count).to(points) * weights.unsqueeze(-1)  # [n, K]
+        total = member.sum(0).unsqueeze(-1)  # [K, 1]
+        centres = torch.where(total > 0, member.mT @ points / total.clamp_min(1e-12), centres)
+    return torch.cdist(points, centres).argmin(-1)
+
+
+@final
+class SilenceLosses(SubsetLosses):
+    """f_t of a kind t, of sets of other kinds that are silent."""
+
+    def __init__(self, prior: Prior, users: Statistics, kind: Tensor, target: int) -> None:
+        """Users are of kinds [U]."""
+        self.sources = KINDS - 1
+        self.others = torch.tensor([each for each in range(KINDS) if each != target])  # [k]
+        #: Rows of the users of kind t [u].
+        self.pupils = torch.nonzero(kind == target).squeeze(-1)
+        self._users, self._noise = users.rows(self.pupils), prior.noise
+        self._mean, self._covariance = prior.posterior(users.gram, users.moment)  # [U, D], [U, D, D]
+        self._member = torch.nn.functional.one_hot(kind, KINDS).mT.double()  # [K, U]
+
+    def validation(self, members: Tensor) -> Tensor:
+        return self.held_out(members).mean(-1)
+
+    def held_out(self, members: Tensor) -> Tensor:
+        """−log p of the rewards of each user of the kind [n, u]."""
+        teach = torch.ones(len(members), KINDS, dtype=torch.float64)  # [n, K]
+        teach[:, self.others] = 1 - members.double()
+        mean, covariance = matched(teach @ self._member, self._mean, self._covariance, self._noise)
+        known = torch.func.vmap(lambda centre, precision: log_marginal(centre, precision, self._noise, self._users))
+        found: Tensor = known(mean, inverse(covariance))  # [n, u]
+        return -found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What users of a kind lose [1 + n, u] while sets of other kinds are silent [1 + n, k]: first nobody, then some."""
+
+    losses: SilenceLosses
+    silent: Tensor
+    lost: Tensor
+
+    @classmethod
+    def of(cls, losses: SilenceLosses, generator: torch.Generator) -> Lesson:
+        count = SUBSETS.subsets_per_source * losses.sources
+        sets = draw_subsets(losses.sources, SUBSETS.subset_size, count, generator)  # [n, k]
+        silent = torch.cat([torch.zeros_like(sets[:1]), sets])
+        return cls(losses, silent, losses.held_out(silent))
+
+    def cost(self, choosing: Tensor) -> Tensor:
+        """What each kind costs the users among them who choose [U], in nats a user: Eq. 2 [K], 0 for their own."""
+        cost = torch.zeros(KINDS, dtype=torch.float64)
+        mine = choosing[self.losses.pupils]  # [u]
+        if bool(mine.any()):
+            cost[self.losses.others] = -fit_surrogate(self.silent, self.lost[:, mine].mean(-1), SUBSETS).coefficients
+        return cost
+
+
+def badly_teaching(lessons: Sequence[Lesson], choosing: Tensor) -> Tensor:
+    """Kinds [K] that cost the median user of the others more than γ, as some of the users say [U]."""
+    cost = torch.stack([lesson.cost(choosing) for lesson in lessons])  # [target, source]
+    size = torch.stack([choosing[lesson.losses.pupils].sum() for lesson in lessons]).double()  # [K]
+    others = 1 - torch.eye(KINDS, dtype=torch.float64)
+    return torch.stack([_median(cost[:, each], size * others[each]) for each in range(KINDS)]) > WORST
+
+
+def _median(values: Tensor, weights: Tensor) -> Tensor:
+    """The least value [] that at least half of the weight is at or below."""
+    ordered, order = values.sort()
+    return ordered[(weights[order].cumsum(0) >= weights.sum() / 2).int().argmax()]
+
+
+def _saved(lessons: Sequence[Lesson], silent: Tensor, judging: Tensor) -> Tensor:
+    """What users who judge [U], of the kinds that go on, would save [u], in nats, if the others [K] were silent."""
+    found = []
+    for lesson in (lesson for lesson, ends in zip(lessons, silent.tolist(), strict=True) if not ends):
+        lost = lesson.losses.held_out(silent[lesson.losses.others].unsqueeze(0))  # [1, u]
+        found.append((lesson.lost[0] - lost[0])[judging[lesson.losses.pupils]])
+    return torch.cat(found)
+
+
+def enough_users(users: Statistics) -> bool:
+    """Whether there are so many users that kinds of them are worth telling apart."""
+    return users.events.shape[0] >= LEAST_USERS
+
+
+def measured_kinds(prior: Prior, everyone: Statistics, seed: int) -> Kinds:
+    """Kinds of users, and which of them teach well: of some ways to tell kinds apart, the one that saves most."""
+    if not enough_users(everyone):
+        return Kinds.one(prior)
+    # Many small steps, for which a GPU is no help.
+    near, heard = prior.cpu(), everyone.cpu()
+    chosen = heard.events.argsort(descending=True, stable=True)[:USERS_MAX]
+    users = heard.rows(chosen[heard.events[chosen] >= LEAST_REWARDS])
+    if not enough_users(users):
+        return Kinds.one(prior)
+    generator = torch.Generator().manual_seed(seed)
+    found = [_measured(near, users, generator) for _ in range(CLUSTERINGS)]
+    best = max(found, key=lambda kinds: float(kinds.gain[0]) * kinds.any_silent)
+    device = prior.mean.device
+    return Kinds(best.centres.to(device), best.weights.to(device), prior, best.gain.to(device))
+
+
+def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Kinds:
+    heads, _ = prior.posterior(users.gram, users.moment)  # [U, D]
+    values, vectors = torch.linalg.eigh(metric(users))
+    points = heads @ (vectors * values.clamp_min(0).sqrt())  # [U, D]
+    voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
+    kind = cluster(points, voice, KINDS, generator)
+    member = torch.nn.functional.one_hot(kind, KINDS).double()  # [U, K]
+    centres = (member * voice.unsqueeze(-1)).mT @ heads / (member.mT @ voice).unsqueeze(-1).clamp_min(1e-9)  # [K, D]
+    lessons = [Lesson.of(SilenceLosses(prior, users, kind, target), generator) for target in range(KINDS)]
+    # Each half of the users, of each kind as many, judges what the other half chose.
+    half = ((member.cumsum(0) * member).sum(-1) % 2).bool()  # [U]
+    saved = torch.cat([_saved(lessons, badly_teaching(lessons, judges), ~judges) for judges in (half, ~half)])
+    gain = torch.stack([saved.mean(), saved.std() / len(saved) ** 0.5])
+    weights = torch.ones_like(centres[:, 0])
+    if bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
+        weights = (~badly_teaching(lessons, torch.ones_like(half))).double()
+    return Kinds(centres, weights, prior, gain)
