@@ -25,7 +25,9 @@ class TransferPlan:
     #: MovieLens users that are targets, of each seed, and sources of each of them.
     targets: int = 5
     sources: int = 50
-    nets: NetSettings = field(default_factory=lambda: NetSettings(decay=1.0))
+    nets: NetSettings = field(default_factory=NetSettings)
+    #: After so few steps a target that learns alone has not overfitted yet, and sources may hurt it.
+    brief_steps: int = 100
     #: Sets that judge the surrogate, of the size it was made with, and of each smaller size.
     judges: int = 100
     small_judges: int = 50

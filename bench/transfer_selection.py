@@ -14,7 +14,7 @@ from bench.report import Bar
 from bench.transfer_plan import TransferPlan
 from bench.transfer_tasks import rated_losses
 from models.threads import one_thread
-from models.transfer import model_transfer
+from models.transfer import TransferSettings, model_transfer
 from models.transfer_affinity import best_first, gradient_similarity
 from models.transfer_nets import NetLosses
 
@@ -48,9 +48,9 @@ def measure_selection(plan: TransferPlan, quick: bool, console: Console) -> tupl
 def compared(losses: NetLosses, seed: int) -> dict[str, Any]:
     """Losses of one target by method, and how many sources each took.
 
-    All that choose do so by the same validation samples, and may try as many sets in the end.
+    All that choose do so by the same validation samples and the same rule for how many.
     """
-    found = model_transfer(losses, seed=seed)
+    found = model_transfer(losses, TransferSettings(early_stop=False), seed=seed)
     nobody = torch.zeros_like(found.chosen)  # [k]
     chosen = {
         OURS: found.chosen,
@@ -63,8 +63,7 @@ def compared(losses: NetLosses, seed: int) -> dict[str, Any]:
     return {
         "losses": dict(zip(chosen, values.tolist(), strict=True)),
         "sizes": {name: int(members.sum()) for name, members in chosen.items()},
-        "subsets": found.subsets,
-        "stopped_early": found.stopped_early,
+        "applies": found.applies,
     }
 
 

@@ -2,8 +2,8 @@
 
 *Pairwise affinity*: how much the target gains from training with one source; of a set the mean over its members (3.1,
 "higher-order approximation"). *Gradient similarity*: the cosine between the gradients of a source's and the target's
-loss. Either gives a score for each source, more is better, and the best m are taken; m is the one whose set loses least
-on validation samples, of all from none to all (B.1).
+loss. Either gives a score for each source, more is better, and the best m are taken. Validation samples choose m (B.1),
+by the same rule that task modeling's γ is chosen by.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad
 
-from models.transfer import SubsetLosses
+from models.transfer import SubsetLosses, TransferSettings, choose_sources
 from models.transfer_nets import NetLosses
 
 
@@ -52,8 +52,6 @@ def gradient_similarity(losses: NetLosses) -> Tensor:
     return cosine_similarity(gradients[1:], gradients[:1], dim=1)
 
 
-def best_first(losses: SubsetLosses, score: Tensor) -> Tensor:
+def best_first(losses: SubsetLosses, score: Tensor, slack: float = TransferSettings().slack) -> Tensor:
     """The m sources with the highest scores, m from 0 to k by validation: [k]."""
-    ranks = score.argsort(descending=True).argsort()  # [k]
-    sets = ranks < torch.arange(losses.sources + 1, device=score.device).unsqueeze(1)  # [k + 1, k]
-    return sets[losses.validation(sets).argmin()]
+    return choose_sources(losses, -score.double(), slack)[0]

@@ -62,7 +62,8 @@ class NetSettings:
     rate: float = 0.01
     #: Samples of each task in a step.
     batch: int = 8
-    decay: float = 1e-3
+    #: Of weights, a step: this times the rate.
+    decay: float = 1.0
     #: Of the first weights and of the order of samples.
     seed: int = 0
 
@@ -240,7 +241,7 @@ class _Stack:
         self._slots = torch.arange(settings.batch, device=device)  # [b]
         self._rows = torch.arange(total, device=device).unsqueeze(1)  # [T, 1]
 
-        everyone = pad(members, (1, 0), value=True)  # [n, T]
+        everyone = pad(members.to(device), (1, 0), value=True)  # [n, T]
         size = int(everyone.sum(1).max())
         found = everyone.to(torch.uint8).sort(dim=1, descending=True, stable=True)  # [n, T]
         self._index, present = found.indices[:, :size], found.values[:, :size].bool()  # [n, s]

@@ -179,7 +179,7 @@ class TestAlgorithm:
         assert (patient.subsets, patient.stopped_early) == (96, False)
         easy = TransferSettings(tolerance=100.0)
         early = model_transfer(Additive(effects, noise=0.1), easy, seed=1)
-        assert (early.subsets, early.stopped_early) == (24, True)
+        assert (early.subsets, early.stopped_early) == (48, True)
         never = TransferSettings(tolerance=-1.0)
         assert not model_transfer(Additive(effects, noise=0.1), never, seed=1).stopped_early
 
