@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from bench.cli import bench_app
 from bench.data import DataMissing, movielens_ratings
 from bench.transfer import PARTS, measure_transfer
-from bench.transfer_linear import NEAR, RELATED, SOURCES, linear_world
+from bench.transfer_linear import NEAR, RELATED, SOURCES, linear_world, mean_effects
 from bench.transfer_plan import TransferPlan
 from bench.transfer_selection import OURS, RIVALS, selection_bars
 from bench.transfer_surrogate import judged
@@ -27,7 +28,7 @@ from models.transfer_nets import NetSettings
 
 QUIET = Console(quiet=True)
 TINY = TransferPlan(
-    (7,), linear_seeds=2, dimensions=(10, 60), distances=(3.0, 1.5), targets=2, sources=6,
+    (7,), linear_seeds=1, dimensions=(10, 20), distances=(3.0, 1.5), targets=2, sources=6,
     nets=NetSettings(hidden=4, steps=20), judges=12, small_judges=5, timed=12, timed_alone=2,
 )  # fmt: skip
 
@@ -48,10 +49,19 @@ def ratings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 class TestWorlds:
     def test_related_sources_are_nearer(self) -> None:
-        _, away = linear_world(3, 400, 3.0)
+        away = linear_world(3, 400, 3.0)[1].norm(dim=1)
         assert len(away) == SOURCES
         assert away[:RELATED].tolist() == pytest.approx([NEAR * math.sqrt(400)] * RELATED, rel=0.15)
         assert away[RELATED:].tolist() == pytest.approx([3 * NEAR * math.sqrt(400)] * (SOURCES - RELATED), rel=0.15)
+
+    def test_mean_effects_are_means_over_all_sets(self) -> None:
+        away = torch.randn(8, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        every = [set(chosen) for chosen in combinations(range(8), 5)]
+        expected = []
+        for source in range(8):
+            squares = [float(away[list(chosen)].sum(0).square().sum()) for chosen in every if source in chosen]
+            expected.append(sum(squares) / len(squares))
+        assert mean_effects(away).tolist() == pytest.approx(expected)
 
     def test_tasks_are_users_and_no_factor_knows_them(self, ratings: Path) -> None:
         active, factors = film_factors(ratings)
