@@ -50,6 +50,7 @@ bench: $(VENV)/.runtime ## the quick benchmarks, as tables
 	$(BIN)/metaban bench latency --quick
 	$(BIN)/metaban bench fusion --quick
 	$(BIN)/metaban bench bayes --quick
+	$(BIN)/metaban bench transfer --quick
 	$(BIN)/metaban bench hostile --quick
 
 chaos: $(VENV)/.development ## kill and cut everything for a while (CHAOS_S=600 CHAOS_SEED=...)

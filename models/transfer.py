@@ -4,7 +4,7 @@ f_t(S) is the loss of a target whose model was trained together with a set S of 
 hundred small random sets, all trained in one program, and a line in their indicator vectors is fitted to it (Eq. 2):
 
     g(S) = f_t(∅) + Σ_{i in S} θ_i                    `fit_surrogate`
-    S* = {i: θ_i < γ}                                 `model_transfer`
+    S* = {i: θ_i < γ}                                 `choose_sources`; all together `model_transfer`
 
 Sets of one size alone do not tell an intercept from a common part of all coefficients, and without one (the published
 g) that part is positive whatever sources do. So the empty set is measured, too, and is the origin: θ_i < 0 says that a
@@ -30,6 +30,8 @@ from torch import Tensor
 RIDGES: Final = tuple(10.0**power for power in range(-4, 3))
 #: One set in so many judges the surrogate before it joins the others.
 JUDGE_EVERY: Final = 5
+#: Sets a source before which it is too soon to stop.
+FEWEST: Final = 4
 #: Where there are more sources than this, not every cut between two coefficients is tried.
 CUTS_MAX: Final = 64
 
@@ -64,9 +66,9 @@ class TransferSettings:
     batches: int = 4
     early_stop: bool = True
     #: Stop when the error on sets held out is at most 1 + this of the variance that no line explains.
-    tolerance: float = 0.25
-    #: A cut may lose this share of the best one's gain if it lies in a wider gap between coefficients.
-    slack: float = 0.05
+    tolerance: float = 0.1
+    #: A cut may lose this share of what the best one gains over none and over all sources, see `choose_sources`.
+    slack: float = 0.2
 
 
 def draw_subsets(sources: int, size: int, count: int, generator: torch.Generator) -> Tensor:
@@ -232,7 +234,7 @@ def model_transfer(
     kept = torch.cat([members[:1], members[sources + 1 :]])  # [1 + n, k]
     surrogate = fit_surrogate(kept, torch.cat([values[:1], values[sources + 1 :]]), settings)
     report(0.85)
-    chosen, gamma = _choose(losses, surrogate, settings)
+    chosen, gamma = choose_sources(losses, surrogate.coefficients, settings.slack)
     report(0.95)
     nothing, everything = torch.zeros_like(chosen), torch.ones_like(chosen)  # [k]
     judged = losses.held_out(torch.stack([nothing, everything, chosen])).double()  # [3, B]
@@ -266,14 +268,15 @@ def _measured(
     """Line 1: the empty set, each source by itself, and random sets until more of them would tell little more.
 
     That is so when the error on sets held out, the surrogate's own inaccuracy included, is hardly above the variance of
-    f_t around the best line, which more sets do not lower: error ≤ (1 + tolerance) · residual variance.
+    f_t around the best line, which more sets do not lower: error ≤ (1 + tolerance) · residual variance. Half of the
+    sets are measured in any case, since both are estimates.
     """
     generator = torch.Generator().manual_seed(seed)
     sources = losses.sources
     count = settings.subsets_per_source * sources
     first = torch.cat([torch.zeros(1, sources, dtype=torch.bool), torch.eye(sources, dtype=torch.bool)])  # [1 + k, k]
     members = first
-    values = losses.validation(first).double()  # [1 + k]
+    values = losses.validation(first).to(first.device, torch.float64)  # [1 + k]
     share = -(-count // settings.batches)
     done = 0
     while done < count:
@@ -281,33 +284,38 @@ def _measured(
         size = min(share, count - done)
         batch = draw_subsets(sources, settings.subset_size, size, generator)  # [n, k]
         members, done = torch.cat([members, batch]), done + size
-        values = torch.cat([values, losses.validation(batch).double()])
+        values = torch.cat([values, losses.validation(batch).to(values)])
         if settings.early_stop and done < count:
             kept = torch.cat([members[:1], members[sources + 1 :]])  # [1 + n, k]
             found = fit_surrogate(kept, torch.cat([values[:1], values[sources + 1 :]]), settings)
-            if done >= 2 * sources and found.held_out_error <= (1 + settings.tolerance) * found.residual:
+            if done >= FEWEST * sources and found.held_out_error <= (1 + settings.tolerance) * found.residual:
                 return members, values, True
     return members, values, False
 
 
-def _choose(losses: SubsetLosses, surrogate: Surrogate, settings: TransferSettings) -> tuple[Tensor, float]:
-    """Line 3, with γ between two coefficients: the chosen sources [k], and γ.
+def choose_sources(losses: SubsetLosses, coefficients: Tensor, slack: float) -> tuple[Tensor, float]:
+    """Line 3, with γ between two of the coefficients [k]: the chosen sources [k], and γ.
 
-    Each cut gives a set, whose loss is measured; all of them at once. Among cuts that keep nearly all of the best one's
-    gain over the worst, the widest gap between coefficients decides, since single losses are noisy.
+    Each cut gives a set, whose loss is measured; all of them at once. Losses of single sets are noisy, and the least of
+    many is so by luck, in part. So the best does not win: of the cuts that keep most of its gain, over the target alone
+    and over all sources, it is the one in the widest gap between coefficients, each gap times the sources it keeps.
     """
-    order = surrogate.coefficients.argsort()  # [k]
-    ordered = surrogate.coefficients[order]  # [k]
-    sources = len(order)
-    sizes = torch.linspace(0, sources, min(sources, CUTS_MAX) + 1).round().long()  # [c]
-    ranks = torch.empty_like(order).scatter_(0, order, torch.arange(sources))  # [k]
+    order = coefficients.argsort()  # [k]
+    ordered = coefficients[order]  # [k]
+    sources, device = len(order), coefficients.device
+    sizes = torch.linspace(0, sources, min(sources, CUTS_MAX) + 1, device=device).round().long()  # [c]
+    ranks = torch.empty_like(order).scatter_(0, order, torch.arange(sources, device=device))  # [k]
     candidates = ranks < sizes.unsqueeze(1)  # [c, k]
-    values = losses.validation(candidates).double()  # [c]
+    values = losses.validation(candidates).to(device, torch.float64)  # [c]
     best = values.min()
-    near = values <= best + settings.slack * (values[0] - best).clamp_min(0)  # [c]
+    near = values <= best + slack * (torch.minimum(values[0], values[-1]) - best)  # [c]
     padded = torch.cat([ordered[:1], ordered, ordered[-1:]])  # [k + 2]
-    gaps = padded[sizes + 1] - padded[sizes]  # [c], 0 at both ends
+    gaps = sizes * (padded[sizes + 1] - padded[sizes])  # [c], 0 at both ends
     gaps = torch.where(near, gaps, -1.0)
     cut = int(gaps.argmax()) if float(gaps.max()) > 0 else int(values.argmin())
     size = int(sizes[cut])
-    return candidates[cut], float((padded[size] + padded[size + 1]) / 2)
+    # At either end any number beyond the last coefficient would do.
+    if size in (0, sources):
+        edge = float(ordered[0]) if size == 0 else float(ordered[-1]) + max(1e-12, abs(float(ordered[-1])) * 1e-9)
+        return candidates[cut], edge
+    return candidates[cut], float((ordered[size - 1] + ordered[size]) / 2)

@@ -65,7 +65,7 @@ class PooledLosses(SubsetLosses):
         """B̂ of sets [n, k]: [n, D]."""
         size = len(self._target_moment)
         chunk = max(1, SOLVED_MAX // size**2)
-        return torch.cat([self._solved(rows.double()) for rows in torch.split(members, chunk)])
+        return torch.cat([self._solved(rows.to(self._gram)) for rows in torch.split(members, chunk)])
 
     def _solved(self, rows: Tensor) -> Tensor:
         size = len(self._target_moment)
