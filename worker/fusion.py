@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
 
@@ -27,7 +26,7 @@ from store.users import UserStore
 from worker.fusion_child import COMMAND, TrainingFailed, train_in_child
 from worker.fusion_sources import EVENTS_MIN, FusionSources, SourceUser
 from worker.fusion_task import FusionTask
-from worker.leased_job import JOB_LEASE_MS, Interrupted, LeasedJob
+from worker.leased_job import JOB_LEASE_MS, Interrupted, LeasedJob, keep_ticking
 from worker.model import NamespaceModel
 
 #: Between two looks at whether a training is asked for.
@@ -103,19 +102,7 @@ class FusionTrainer:
 
     async def run(self) -> None:
         """Train until asked to stop."""
-        while not self._stopping.is_set():
-            try:
-                await self._tick()
-            except StoreUnavailable as error:
-                log.warning("store unavailable", error=str(error))
-            except StoreReset:
-                raise
-            except Exception:
-                # New users go on to start as they did; the consumers would end with this task.
-                log.exception("fusion not looked after")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._stopping.wait()
+        await keep_ticking(self._tick, self._stopping, TICK_S, "fusion not looked after")
 
     async def _tick(self) -> None:
         if self._model.record.overrides.get("fusion", self._plan.wanted) == "off":

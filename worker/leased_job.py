@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar, final
 
@@ -99,3 +99,22 @@ class LeasedJob(Generic[Job]):
             if not kept:
                 self._lost.set()
                 return
+
+
+async def keep_ticking(
+    tick: Callable[[], Awaitable[None]], stopping: asyncio.Event, every_s: float, unforeseen: str
+) -> None:
+    """Look after something again and again until asked to stop; only the loss of the store ends it before."""
+    while not stopping.is_set():
+        try:
+            await tick()
+        except StoreUnavailable as error:
+            log.warning("store unavailable", error=str(error))
+        except StoreReset:
+            raise
+        except Exception:
+            # Learning goes on without it; the consumers would end with this task.
+            log.exception(unforeseen)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await stopping.wait()
