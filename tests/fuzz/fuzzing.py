@@ -196,6 +196,9 @@ class Mender:
             # A link names the decision of one reward, and the request to which it was added is one of many.
             del mended["events"]
             mended["reward"] = self._random.random()
+        if "sources" in body:
+            # Ids that differ, of whom some may have been decided for.
+            mended["sources"] = [f"source-{place}" for place in range(max(2, len(body["sources"] or ())))]
         if isinstance(body.get("requests"), list):
             mended["requests"] = [self._mended(each) if isinstance(each, dict) else each for each in body["requests"]]
         return mended
