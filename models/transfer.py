@@ -65,8 +65,8 @@ class TransferSettings:
     early_stop: bool = True
     #: Stop when the error on sets held out is at most 1 + this of the variance that no line explains.
     tolerance: float = 0.25
-    #: A cut may lose this share of the best one's gain if it lies in a wider gap between coefficients.
-    slack: float = 0.05
+    #: A cut may lose this share of what the best one gains over none and over all sources, for a wider gap.
+    slack: float = 0.2
 
 
 def draw_subsets(sources: int, size: int, count: int, generator: torch.Generator) -> Tensor:
@@ -293,8 +293,9 @@ def _measured(
 def _choose(losses: SubsetLosses, surrogate: Surrogate, settings: TransferSettings) -> tuple[Tensor, float]:
     """Line 3, with γ between two coefficients: the chosen sources [k], and γ.
 
-    Each cut gives a set, whose loss is measured; all of them at once. Among cuts that keep nearly all of the best one's
-    gain over the worst, the widest gap between coefficients decides, since single losses are noisy.
+    Each cut gives a set, whose loss is measured; all of them at once. Losses of single sets are noisy and one of many
+    is the best by luck: among cuts that keep most of the best gain over the target alone and over all sources, the
+    widest gap between coefficients decides.
     """
     order = surrogate.coefficients.argsort()  # [k]
     ordered = surrogate.coefficients[order]  # [k]
@@ -304,7 +305,7 @@ def _choose(losses: SubsetLosses, surrogate: Surrogate, settings: TransferSettin
     candidates = ranks < sizes.unsqueeze(1)  # [c, k]
     values = losses.validation(candidates).double()  # [c]
     best = values.min()
-    near = values <= best + settings.slack * (values[0] - best).clamp_min(0)  # [c]
+    near = values <= best + settings.slack * (torch.minimum(values[0], values[-1]) - best)  # [c]
     padded = torch.cat([ordered[:1], ordered, ordered[-1:]])  # [k + 2]
     gaps = padded[sizes + 1] - padded[sizes]  # [c], 0 at both ends
     gaps = torch.where(near, gaps, -1.0)

@@ -160,6 +160,11 @@ class NetLosses(SubsetLosses):
         """k."""
         return len(self.tasks.y) - 1
 
+    @property
+    def squares(self) -> bool:
+        """Whether models are trained for squared errors, otherwise for −log p of 0 and 1."""
+        return self.metric == "mse"
+
     def validation(self, members: Tensor) -> Tensor:
         return torch.cat([self._judge(part, self.judged) for part in self.train(members)])[_places(members)]
 
@@ -201,7 +206,7 @@ class NetLosses(SubsetLosses):
     def _train(self, members: Tensor, begun: float, share: float) -> Trained:
         settings, tasks = self.settings, self.tasks
         with torch.no_grad():
-            stack = _Stack(tasks, members, settings, squares=self.metric == "mse")
+            stack = _Stack(tasks, members, settings, squares=self.squares)
             for step in range(settings.steps):
                 if self.progress is not None and step % REPORT_EVERY == 0:
                     self.progress(begun + share * step / settings.steps)
@@ -274,9 +279,10 @@ class _Stack:
         rows = x.flatten(1, 2)  # [n, s·b, d + 1]
         hidden = torch.bmm(rows, encoder).relu_()  # [n, s·b, h]
         by_task = hidden.view(-1, tasks, batch, hidden.shape[-1])  # [n, s, b, h]
-        outputs = (by_task @ heads.unsqueeze(-1)).squeeze(-1) + offsets.unsqueeze(-1)  # [n, s, b]
+        # Sums of products: libraries of matrix products are slow at thousands of tiny ones.
+        outputs = (by_task * heads.unsqueeze(2)).sum(-1) + offsets.unsqueeze(-1)  # [n, s, b]
         slope = ((outputs if self._squares else outputs.sigmoid()) - y) * self._weight  # [n, s, b]
-        of_heads = (slope.unsqueeze(2) @ by_task).squeeze(2)  # [n, s, h]
+        of_heads = (slope.unsqueeze(-1) * by_task).sum(2)  # [n, s, h]
         of_hidden = slope.unsqueeze(-1) * heads.unsqueeze(2)  # [n, s, b, h]
         of_hidden = torch.ops.aten.threshold_backward(of_hidden.flatten(1, 2), hidden, 0)  # [n, s·b, h]
         of_encoder = torch.bmm(rows.mT, of_hidden)  # [n, d + 1, h]
