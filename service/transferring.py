@@ -16,7 +16,7 @@ from store.errors import CorruptRecord
 from store.transfer import SOURCES_MIN, TARGET_SAMPLES_MIN, WAITING_MAX, TransferJob, TransferQuestion, TransferStore
 from store.users import UserStore
 
-#: A job takes up to a minute: whoever finds too many waiting comes back after so long.
+#: A job takes seconds: whoever finds too many waiting comes back after so long.
 RETRY_AFTER_S: Final = 10.0
 UNKNOWN: Final = "is nobody of whom rewards are kept: rewards of a source have to be learned first"
 

@@ -21,7 +21,7 @@ from service.bodies import MetricName
 from service.client import AsyncMetaban, Reward
 from service.client_errors import InvalidInput, JobFailed
 from service.edge import edge_in
-from store.transfer import SOURCES_MAX, TARGET_SAMPLES_MIN, WAITING_MAX
+from store.transfer import SOURCES_MAX, TARGET_SAMPLES_MIN, WAITING_MAX, TransferQuestion
 from tests.service.apps import ARMS, running_app
 from tests.service.transfers import KEYS, RESULT, keep, transfer_store
 from worker.namespace_work import WorkerSettings
@@ -249,7 +249,7 @@ async def test_from_rewards_to_a_ranking(
     )
     monkeypatch.setattr("worker.transfer.TICK_S", 0.05)
     monkeypatch.setattr("worker.transfer.NETS", NetSettings(hidden=4, steps=5))
-    async with running_app(valkey_url, samples_kept=kept) as (_, http):
+    async with running_app(valkey_url, samples_kept=kept, preset="default", width=None, user_steps=None) as (_, http):
         worker = asyncio.create_task(_run(valkey_url, settings))
         try:
             async with AsyncMetaban("http://localhost", transport=http._transport) as metaban:
@@ -278,10 +278,14 @@ async def test_from_rewards_to_a_ranking(
                 overview = await metaban.admin.transfer.overview()
                 assert [each.id for each in overview.jobs] == [asked.id]
                 assert overview.jobs[0].result is None
+                asked = await metaban.admin.transfer.ask(cluster=0, sources=USERS[1:])
+                found = (await metaban.admin.transfer.wait(asked.id, timeout_s=60)).result
+                assert found is not None
+                assert (found.target.cluster, found.target.users, found.target.events) == (0, 1, kept)
                 await redis.delete(KEYS.samples("bo"), KEYS.samples("cem"))
                 # What only the worker can see.
                 store = await transfer_store(redis)
-                question = replace((await store.jobs(0))[0].question, metric="margin")
+                question = TransferQuestion("margin", user_id="ann", sources=USERS[1:3])
                 other = (await store.request(question, dict.fromkeys(question.named, 0), asked.requested_ms)).job
                 assert other is not None
                 with pytest.raises(JobFailed, match="at least 2 sources"):
