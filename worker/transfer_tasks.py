@@ -7,7 +7,7 @@ its users, the same number of each as far as they have them, as the reward rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, final
@@ -50,7 +50,13 @@ class Party:
 
     user_id: str | None
     cluster: int | None
-    users: tuple[str, ...]
+    #: Everyone, and how many samples of them are kept.
+    users: Mapping[str, int]
+
+    @staticmethod
+    def of_user(user_id: str) -> Party:
+        """One user, who brings what is there."""
+        return Party(user_id, None, {user_id: TASK_SAMPLES})
 
 
 @final
@@ -113,28 +119,29 @@ class TransferTasks:
 
     async def _parties(self, trainer: Trainer, shared: State, question: TransferQuestion) -> list[Party]:
         """The target first, then the sources."""
-        chosen = [Party(user, None, (user,)) for user in question.sources or ()]
+        chosen = [Party.of_user(user) for user in question.sources or ()]
         if question.user_id is not None and question.sources is not None:
-            return [Party(question.user_id, None, (question.user_id,)), *chosen]
+            return [Party.of_user(question.user_id), *chosen]
         by_kind = await self._kinds(trainer, shared)
         if question.user_id is not None:
-            target = Party(question.user_id, None, (question.user_id,))
+            target = Party.of_user(question.user_id)
         else:
             held = by_kind.pop(question.cluster or 0, {})
             # Whoever is a source by themself teaches as one.
             own = {user: count for user, count in held.items() if user not in (question.sources or ())}
             most = GROUPS_MAX if needs_groups(question.metric) else len(own)
-            target = Party(None, question.cluster, tuple(sorted(own, key=lambda user: -own[user])[:most]))
+            first = sorted(own, key=lambda user: -own[user])[:most]
+            target = Party(None, question.cluster, {user: own[user] for user in first})
         if question.sources is not None:
             return [target, *chosen]
         others = [
-            Party(None, kind, tuple(user for user in users if user != question.user_id))
+            Party(None, kind, {user: count for user, count in users.items() if user != question.user_id})
             for kind, users in sorted(by_kind.items())
         ]
         return [target, *(party for party in others if party.users)]
 
     async def _kinds(self, trainer: Trainer, shared: State) -> dict[int, dict[str, int]]:
-        """Users of each kind, and how many samples each of them has."""
+        """Users of each kind, and how many samples of them are kept."""
         learned: list[str] = []
         for partition in range(self._partitions):
             standings = await self._users.versions(partition)
@@ -149,18 +156,18 @@ class TransferTasks:
             if pupils:
                 kinds = await loop.run_in_executor(self._compute, _kinds_of, trainer, shared, pupils)
                 for pupil, kind in zip(pupils, kinds, strict=True):
-                    found.setdefault(kind, {})[pupil.user_id] = len(pupil.samples)
+                    found.setdefault(kind, {})[pupil.user_id] = len(samples[pupil.user_id])
         return found
 
     async def _rows(self, party: Party, rules: RewardRules, inputs: int, most: int) -> _Rows:
         """The newest samples of a party's users, as many of each as make `most` together."""
-        views: dict[str, Sequence[Sample]] = {}
-        for start in range(0, len(party.users), SAMPLES_READ):
-            part = await self._users.load_samples(party.users[start : start + SAMPLES_READ])
-            # No user brings more than all of them may together.
-            views |= {user: learnable(samples, rules)[-most:] for user, samples in part.items()}
-        each = quota([len(view) for view in views.values()], most)
-        taken = [view[-each:] for view in views.values()][:most]
+        # By what was kept of them a moment ago: nothing is held in memory that is not taken.
+        each = quota(party.users.values(), most)
+        users = list(party.users)[:most]
+        taken: list[Sequence[Sample]] = []
+        for start in range(0, len(users), SAMPLES_READ):
+            part = await self._users.load_samples(users[start : start + SAMPLES_READ])
+            taken += [learnable(samples, rules)[-each:] for samples in part.values()]
         samples = [sample for view in taken for sample in view]
         if not samples:
             return _Rows(np.zeros((0, inputs), dtype=np.float32), np.zeros(0), np.zeros(0, dtype=np.int64))

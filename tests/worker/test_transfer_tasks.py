@@ -117,6 +117,17 @@ class TestGathering:
         assert [party.cluster for party in material.parties] == [0, 1, 2, 3]
         assert material.samples == [50, 40, 50, 40]
 
+    async def test_of_more_users_than_samples_some_bring_one(
+        self, shop: Workshop, compute: Executor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for limit in ("TASK_SAMPLES", "TARGET_SAMPLES_MIN"):
+            monkeypatch.setattr(transfer_tasks, limit, 3)
+        tell_kinds(shop.model, dict.fromkeys(EVERYONE, 0) | {FOES[0]: 1, FOES[1]: 2})
+        material = await self.gather(shop, compute, TransferQuestion("mse", cluster=0))
+        assert material.samples == [3, 3, 3]
+        assert material.tasks.group[0].tolist() == [0, 1, 2]
+        assert len(material.parties[0].users) == 5
+
     async def test_groups_are_few(self, shop: Workshop, compute: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transfer_tasks, "GROUPS_MAX", 2)
         tell_kinds(shop.model, dict.fromkeys(EVERYONE, 0) | {FOES[0]: 1, FOES[1]: 2})
