@@ -58,7 +58,8 @@ def modeling_thread() -> ThreadPoolExecutor:
 
 def _step_back() -> None:
     with suppress(OSError):  # of this thread alone, where threads have priorities
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 @final

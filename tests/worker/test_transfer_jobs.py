@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -35,7 +37,7 @@ from tests.worker.transferring import (
     transfer_worker,
 )
 from tests.worker.workshop import Workshop, small, soon
-from worker.transfer import BEGINNINGS_MAX, TransferWorker, settings_for
+from worker.transfer import BEGINNINGS_MAX, NICENESS, TransferWorker, modeling_thread, settings_for
 
 pytestmark = pytest.mark.timeout(120)
 FEW = 40
@@ -151,6 +153,16 @@ class TestAnswers:
     def test_few_sources_make_small_sets(self) -> None:
         sizes = [(settings_for(count).subset_size, settings_for(count).early_stop) for count in (2, 5, 10, 50)]
         assert sizes == [(1, False), (2, False), (5, False), (5, True)]
+
+
+def test_the_thread_steps_back_and_no_other() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = niceness()
+    with modeling_thread() as compute:
+        assert compute.submit(niceness).result() == min(19, before + NICENESS)
+    assert niceness() == before
 
 
 class TestRefusals:
