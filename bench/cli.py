@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from bench.report import Report
+from bench.cli_options import (
+    Check,
+    Data,
+    Env,
+    Jobs,
+    Json,
+    PartPlots,
+    Parts,
+    Plot,
+    PlotFolder,
+    Quick,
+    Rounds,
+    Seeds,
+    finish,
+    parse_names,
+    parse_seeds,
+)
+from bench.cli_transfer import transfer
 
 EPILOG: Final = """
 [bold]Examples[/bold]
@@ -40,51 +55,13 @@ bench_app = typer.Typer(
 )
 console = Console()
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write machine, versions, settings, results and bars here.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the result into this file (.png, .svg or .pdf).")]
-PlotFolder = Annotated[Path | None, typer.Option("--plot", help="Draw each scenario into this folder.")]
-PartPlots = Annotated[Path | None, typer.Option("--plot", help="Draw what each part found into this folder.")]
-Parts = Annotated[str | None, typer.Option("--part", help="Parts to run, separated by commas; all unless said.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes; bars are marked quick.")]
-Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
-Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the worlds to run in: 100, 100-102 or 100,105.")]
-Env = Annotated[str, typer.Option("--env", help="The world: synthetic, movielens, yelp, service or mnist.")]
-Rounds = Annotated[
-    int | None, typer.Option("--rounds", min=1, help="Decisions of each run; 10,000 unless said or --quick.")
-]
-Jobs = Annotated[
-    int | None, typer.Option("--jobs", min=1, help="Runs at once, each on one core; all cores unless said.")
-]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder of the public data sets.")]
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Numbers and ranges, separated by commas."""
-    seeds: list[int] = []
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            seeds.extend(range(int(first), int(last or first) + 1))
-    except ValueError:
-        seeds = []
-    if not seeds:
-        raise typer.BadParameter(f"{text!r} names no seeds; write 100, 100-102 or 100,105", param_hint="--seeds")
-    return seeds
-
-
-def parse_names(text: str, known: Collection[str], option: str, *, separator: str = ",") -> tuple[str, ...]:
-    """Known names separated by commas, each once."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(separator) if part.strip()))
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        what = f"{', '.join(unknown)} is unknown" if unknown else "no name given"
-        raise typer.BadParameter(f"{what}; there are {', '.join(known)}", param_hint=option)
-    return names
-
 
 @bench_app.callback()
 def _bench() -> None:
     pass
+
+
+bench_app.command()(transfer)
 
 
 @bench_app.command()
@@ -106,7 +83,7 @@ def freshness(
     print_freshness(report, console)
     if plot is not None:
         plot_freshness(report, plot)
-    _finish(report, json, check=check, failed=False)
+    finish(report, json, check=check, failed=False)
 
 
 @bench_app.command()
@@ -123,7 +100,7 @@ def latency(json: Json = None, plot: Plot = None, quick: Quick = False, check: C
     print_latency(report, console)
     if plot is not None:
         plot_latency(report, plot)
-    _finish(report, json, check=check, failed=False)
+    finish(report, json, check=check, failed=False)
 
 
 @bench_app.command()
@@ -149,7 +126,7 @@ def hostile(
         plan = replace(plan, attacks=parse_names(only, ATTACKS, "--only", separator=";"))
     report = measure_hostile(plan, quick=quick, console=console)
     print_hostile(report, console)
-    _finish(report, json, check=check, failed=False)
+    finish(report, json, check=check, failed=False)
 
 
 @bench_app.command()
@@ -176,7 +153,7 @@ def fusion(
     plan = FusionPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
     report = measure_fusion(plan.quick() if quick else plan, parts, quick=quick, console=console)
     report.print_bars(console)
-    _finish(report, json, check=check, failed=False)
+    finish(report, json, check=check, failed=False)
 
 
 @bench_app.command()
@@ -204,7 +181,7 @@ def bayes(
     plan = BayesPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
     report = measure_bayes(plan.quick() if quick else plan, parts, quick=quick, console=console)
     report.print_bars(console)
-    _finish(report, json, check=check, failed=False)
+    finish(report, json, check=check, failed=False)
 
 
 @bench_app.command()
@@ -297,7 +274,7 @@ def scenarios(
 
         plot_scenarios(report, plot)
     failed = any(found.get("failures") for found in report.results.values())
-    _finish(report, json, check=check, failed=failed)
+    finish(report, json, check=check, failed=failed)
 
 
 @bench_app.command()
@@ -377,18 +354,10 @@ def _play(
         from bench.pictures import plot_regret
 
         plot_regret(report, plot)
-    _finish(report, json, check=check, failed=bool(report.results["failures"]))
+    finish(report, json, check=check, failed=bool(report.results["failures"]))
 
 
 def _quick_seeds(text: str, quick: bool) -> tuple[int, ...]:
     """Two seeds are enough for a quick run."""
     seeds = parse_seeds(text)
     return tuple(seeds[:2] if quick else seeds)
-
-
-def _finish(report: Report, json: Path | None, *, check: bool, failed: bool) -> None:
-    """Write what was asked for; a run that raised is an error whether or not bars are checked."""
-    if json is not None:
-        report.write(json)
-    if failed or (check and not all(bar.holds for bar in report.bars)):
-        raise typer.Exit(1)

@@ -1,0 +1,137 @@
+"""Theorem 2.2 of task modeling, in its own world: one vector for all tasks, related and unrelated sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench.report import Bar
+from bench.transfer_plan import TransferPlan
+from models.threads import one_thread
+from models.transfer import TransferSettings, model_transfer
+from models.transfer_linear import PooledLosses
+
+SOURCES, RELATED, SAMPLES = 50, 15, 200
+#: a: how far the vectors of related sources lie off, in each coordinate.
+NEAR: Final = 0.3
+#: Samples of the target to train with (hardly any, as the theorem has none), to choose by (its N) and held out.
+SPLIT: Final = (20, 1_000, 400)
+LIMIT: Final = 0.95
+#: Every set counts: with an early stop there were fewer than the claim is about.
+SETTINGS: Final = TransferSettings(early_stop=False)
+
+
+def linear_world(seed: int, inputs: int, distance: float) -> tuple[PooledLosses, Tensor]:
+    """Sources of which the first are related, y = xᵀθ + ε with ε ~ N(0, 1), and ‖θ_i − θ_t‖ of each: [k]."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    target = normal(inputs)  # [p]
+    spread = torch.where(torch.arange(SOURCES) < RELATED, NEAR, NEAR * distance)  # [k]
+    away = spread.unsqueeze(1) * normal(SOURCES, inputs)  # [k, p]
+    x = normal(SOURCES, SAMPLES, inputs)  # [k, d, p]
+    y = (x @ (target + away).unsqueeze(-1)).squeeze(-1) + normal(SOURCES, SAMPLES)  # [k, d]
+    own = normal(sum(SPLIT), inputs)  # [m, p]
+    outcomes = own @ target + normal(sum(SPLIT))  # [m]
+    train, judged = SPLIT[0], SPLIT[0] + SPLIT[1]
+    losses = PooledLosses(
+        x.mT @ x,
+        (x.mT @ y.unsqueeze(-1)).squeeze(-1),
+        own[:train].T @ own[:train],
+        own[:train].T @ outcomes[:train],
+        (own[train:judged], outcomes[train:judged]),
+        (own[judged:], outcomes[judged:]),
+    )
+    return losses, away.norm(dim=1)
+
+
+def measure_linear(plan: TransferPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+    """How often exactly the related sources are chosen, by inputs and by distance of the others."""
+    console.print(f"linear, {plan.linear_seeds} worlds of each kind", highlight=False)
+    seeds = range(plan.seeds[0], plan.seeds[0] + plan.linear_seeds)
+    largest = plan.dimensions[-1]
+    with one_thread():
+        inputs = {str(size): _found(seeds, size, plan.distances[0]) for size in plan.dimensions}
+        distances = {str(distance): _found(seeds, largest, distance) for distance in plan.distances}
+    results = {"seeds": list(seeds), "inputs": inputs, "distances": distances, "near": NEAR, "samples": SAMPLES}
+    _print("inputs p", inputs, console)
+    _print(f"b / a, p = {largest}", distances, console)
+    if plan.plot is not None:
+        _plot(results, largest, plan.plot)
+    note = ", quick" if quick else ""
+    bars = [
+        Bar(f"linear: exactly the related chosen, p = {size}{note}", inputs[str(size)]["exact"], ">=", LIMIT)
+        for size in (plan.dimensions[0], largest)
+    ]
+    return results, bars
+
+
+def _found(seeds: range, inputs: int, distance: float) -> dict[str, Any]:
+    """Shares of worlds, and means over them."""
+    rows, coefficients = [], []
+    for seed in seeds:
+        losses, away = linear_world(seed, inputs, distance)
+        found = model_transfer(losses, SETTINGS, seed=seed)
+        related, others = found.surrogate.coefficients[:RELATED], found.surrogate.coefficients[RELATED:]
+        chosen = found.chosen
+        rows.append(
+            {
+                "exact": float(bool(chosen[:RELATED].all()) and not bool(chosen[RELATED:].any())),
+                "separable": float(bool(related.max() < others.min())),
+                # Whoever knew all vectors would go by their distances, and could be wrong, too.
+                "ceiling": float(bool(away[:RELATED].max() < away[RELATED:].min())),
+                "related_chosen": float(chosen[:RELATED].double().mean()),
+                "others_chosen": float(chosen[RELATED:].double().mean()),
+                "gap": float((others.min() - related.max()) / (others.mean() - related.mean())),
+                "alone": found.alone,
+                "everything": found.everything,
+                "with_chosen": found.with_chosen,
+            }
+        )
+        coefficients.append(found.surrogate.coefficients.tolist())
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    return {**means, "gaps": [row["gap"] for row in rows], "first_coefficients": coefficients[0]}
+
+
+def _print(title: str, found: dict[str, Any], console: Console) -> None:
+    names = {
+        "exact": "exactly the related",
+        "separable": "separable",
+        "ceiling": "by true distances",
+        "related_chosen": "related chosen",
+        "others_chosen": "others chosen",
+    }
+    table = Table(title, *names.values(), "gap", box=None, pad_edge=False)
+    for name, row in found.items():
+        table.add_row(name, *[f"{row[column]:.0%}" for column in names], f"{row['gap']:.2f}")
+    console.print(table)
+
+
+def _plot(results: dict[str, Any], largest: int, folder: Path) -> None:
+    """Coefficients of one world, and how the gap between the two kinds closes."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    values = results["inputs"][str(largest)]["first_coefficients"]
+    left.plot(range(RELATED), sorted(values[:RELATED]), "o", color="tab:blue", label="related")
+    left.plot(range(RELATED, SOURCES), sorted(values[RELATED:]), "o", color="tab:orange", label="unrelated")
+    left.set(title=f"coefficients, p = {largest}, b / a = {max(map(float, results['distances'])):g}", xlabel="source")
+    left.legend()
+    for name, found in results["distances"].items():
+        right.plot([float(name)] * len(found["gaps"]), found["gaps"], "o", color="tab:blue", alpha=0.4)
+    places = [float(name) for name in results["distances"]]
+    right.plot(places, [found["gap"] for found in results["distances"].values()], color="tab:blue")
+    right.axhline(0, color="black", lw=0.8)
+    right.set(title="gap between kinds / difference of their means", xlabel="b / a")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / "transfer-linear.png", dpi=150)

@@ -1,0 +1,116 @@
+"""What a target loses with the sources that task modeling chooses, against other choices, on MovieLens users."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.data import DataMissing
+from bench.report import Bar
+from bench.transfer_plan import TransferPlan
+from bench.transfer_tasks import rated_losses
+from models.threads import one_thread
+from models.transfer import model_transfer
+from models.transfer_affinity import best_first, gradient_similarity
+from models.transfer_nets import NetLosses
+
+OURS: Final = "task modeling"
+ALONE, EVERYTHING, PAIRS, GRADIENTS = "target alone", "all sources", "pairwise affinity", "gradient similarity"
+RIVALS: Final = (ALONE, EVERYTHING, PAIRS, GRADIENTS)
+#: What the loss may be at most, as a share of any rival's.
+LIMIT: Final = 1.0
+
+
+def measure_selection(plan: TransferPlan, quick: bool, console: Console) -> tuple[dict[str, Any], list[Bar]]:
+    """Losses on samples held out, by method, of all targets of all seeds."""
+    rows = []
+    for seed in plan.seeds:
+        for number in range(plan.targets):
+            try:
+                losses = rated_losses(seed, number, plan.sources, plan.data, plan.nets)
+            except DataMissing as missing:
+                console.print(f"skipped selection: {missing}", highlight=False, markup=False, soft_wrap=True)
+                return {"skipped": str(missing)}, []
+            console.print(f"selection, seed {seed}, target {number}", highlight=False)
+            with one_thread():
+                rows.append({"seed": seed, "target": number, **compared(losses, seed)})
+    results: dict[str, Any] = {"methods": _summary(rows, plan.seeds), "runs": rows}
+    _print(results["methods"], console)
+    if plan.plot is not None:
+        _plot(rows, plan.plot)
+    return results, selection_bars(results["methods"], quick=quick)
+
+
+def compared(losses: NetLosses, seed: int) -> dict[str, Any]:
+    """Losses of one target by method, and how many sources each took.
+
+    All that choose do so by the same validation samples, and may try as many sets in the end.
+    """
+    found = model_transfer(losses, seed=seed)
+    nobody = torch.zeros_like(found.chosen)  # [k]
+    chosen = {
+        OURS: found.chosen,
+        ALONE: nobody,
+        EVERYTHING: ~nobody,
+        PAIRS: best_first(losses, found.single_gain),
+        GRADIENTS: best_first(losses, gradient_similarity(losses)),
+    }
+    values = losses.held_out(torch.stack(list(chosen.values()))).mean(1)  # [methods]
+    return {
+        "losses": dict(zip(chosen, values.tolist(), strict=True)),
+        "sizes": {name: int(members.sum()) for name, members in chosen.items()},
+        "subsets": found.subsets,
+        "stopped_early": found.stopped_early,
+    }
+
+
+def _summary(rows: list[dict[str, Any]], seeds: tuple[int, ...]) -> dict[str, Any]:
+    """Means over targets; standard deviations are of seeds' means."""
+    found = {}
+    for name in (OURS, *RIVALS):
+        means = [_mean([row["losses"][name] for row in rows if row["seed"] == seed]) for seed in seeds]
+        spread = float(torch.tensor(means).std()) if len(means) > 1 else 0.0
+        sizes = _mean([float(row["sizes"][name]) for row in rows])
+        # How often nothing else was better on a target.
+        best = _mean([float(row["losses"][name] <= min(row["losses"].values())) for row in rows])
+        found[name] = {"mean": _mean(means), "sd": spread, "values": means, "sources": sizes, "best": best}
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def selection_bars(methods: dict[str, Any], *, quick: bool) -> list[Bar]:
+    """Ratios of means, one a rival."""
+    note = ", quick" if quick else ""
+    ours = float(methods[OURS]["mean"])
+    return [Bar(f"selection: {OURS} / {name}{note}", ours / methods[name]["mean"], "<=", LIMIT) for name in RIVALS]
+
+
+def _print(methods: dict[str, Any], console: Console) -> None:
+    table = Table("selection", "squared error", "sources", "best of all", box=None, pad_edge=False)
+    for name, row in sorted(methods.items(), key=lambda item: float(item[1]["mean"])):
+        table.add_row(name, f"{row['mean']:.4f} ± {row['sd']:.4f}", f"{row['sources']:.1f}", f"{row['best']:.0%}")
+    console.print(table)
+
+
+def _plot(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Losses of each target, relative to learning alone."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots()
+    order = sorted(rows, key=lambda row: float(row["losses"][OURS] / row["losses"][ALONE]))
+    for name in (OURS, *RIVALS):
+        values = [row["losses"][name] / row["losses"][ALONE] for row in order]
+        axes.plot(values, "o-" if name == OURS else "o", ms=5, label=name, alpha=0.8)
+    axes.set(xlabel="target", ylabel="squared error / alone", title="MovieLens users, samples held out")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / "transfer-selection.png", dpi=150)
