@@ -38,6 +38,7 @@ from service.routes import (
     recommend_batch,
     snapshots,
     stream,
+    transfer,
     users,
 )
 from service.settings import Settings
@@ -57,6 +58,7 @@ ROUTERS: Final = tuple(
         groups,
         users,
         fusion,
+        transfer,
         stream,
         calibration,
         dead_letters,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, final
+from typing import Annotated, Any, Final, Literal, TypeAlias, final
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from service.schemas import FeaturesIn, Identifier, RequestModel
+from store.transfer import SOURCES_MAX, SOURCES_MIN
 
 #: Requests in one batch.
 MAX_REQUESTS: Final = 100
 #: Members listed, unless asked for more or fewer, and at most.
 MEMBERS_LISTED: Final = 100
 MEMBERS_MAX: Final = 1_000
+#: Clusters are counted from 0; no learner tells more of them apart.
+CLUSTER_MAX: Final = 1_000_000
+#: Those of `models.transfer_metrics`.
+MetricName: TypeAlias = Literal[
+    "mse", "cross-entropy", "margin", "worst-group-accuracy", "demographic-parity", "equal-opportunity"
+]
 
 
 @final
@@ -61,3 +68,33 @@ class GroupRequest(RequestModel):
     features: FeaturesIn = Field(description="The arm, as in POST /recommend.")
     context: FeaturesIn | None = Field(default=None, description="The moment, as in POST /recommend.")
     limit: int = Field(default=MEMBERS_LISTED, ge=1, le=MEMBERS_MAX, description="Members to list, the nearest.")
+
+
+@final
+class TransferRequest(RequestModel):
+    """Who helps this target?"""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"user_id": "u-42", "sources": ["u-7", "u-8", "u-9", "u-12"], "metric": "cross-entropy"},
+                {"cluster": 3, "metric": "worst-group-accuracy"},
+            ]
+        }
+    )
+
+    user_id: Identifier | None = Field(default=None, description="The target: a user. Or `cluster`.")
+    cluster: int | None = Field(
+        default=None, ge=0, le=CLUSTER_MAX, description="The target: all users of a cluster. Or `user_id`."
+    )
+    sources: list[Identifier] | None = Field(
+        default=None,
+        min_length=SOURCES_MIN,
+        max_length=SOURCES_MAX,
+        description="Users who may help, each by themself. Left out: every other cluster.",
+    )
+    metric: MetricName = Field(
+        default="mse",
+        description="What the target loses, on rewards that no model saw. Those that compare groups "
+        "(`worst-group-accuracy`, `demographic-parity`, `equal-opportunity`) compare the users of a target cluster.",
+    )

@@ -18,6 +18,7 @@ import httpx
 
 from service import client_admin as admin
 from service import client_calls as calls
+from service import client_transfer as transfer
 from service.client_core import Policy
 from service.client_sending import (
     Address,
@@ -109,6 +110,16 @@ class Namespaces(Blocking):
 
 
 @final
+class Transfer(Blocking):
+    """Which users help a target."""
+
+    overview = blocking(transfer.overview)
+    ask = blocking(transfer.ask)
+    get = blocking(transfer.get)
+    wait = blocking(transfer.wait)
+
+
+@final
 class Admin(Blocking):
     """What needs an admin's key."""
 
@@ -118,6 +129,7 @@ class Admin(Blocking):
         self.dead_letters = DeadLetters(sender)
         self.snapshots = Snapshots(sender)
         self.jobs = Jobs(sender)
+        self.transfer = Transfer(sender)
         self.config = Config(sender)
         self.namespaces = Namespaces(sender)
 
@@ -252,6 +264,16 @@ class AsyncNamespaces(Awaiting):
 
 
 @final
+class AsyncTransfer(Awaiting):
+    """Which users help a target."""
+
+    overview = awaiting(transfer.overview)
+    ask = awaiting(transfer.ask)
+    get = awaiting(transfer.get)
+    wait = awaiting(transfer.wait)
+
+
+@final
 class AsyncAdmin(Awaiting):
     """What needs an admin's key."""
 
@@ -261,6 +283,7 @@ class AsyncAdmin(Awaiting):
         self.dead_letters = AsyncDeadLetters(sender)
         self.snapshots = AsyncSnapshots(sender)
         self.jobs = AsyncJobs(sender)
+        self.transfer = AsyncTransfer(sender)
         self.config = AsyncConfig(sender)
         self.namespaces = AsyncNamespaces(sender)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import httpx
 
@@ -30,17 +29,14 @@ from service.client_admin_types import (
     User,
 )
 from service.client_calls import as_answer, as_list, as_page, encoded, ignored, query, segment
-from service.client_core import Call, Lines, Pages, Pause, Policy, Steps
-from service.client_errors import JobFailed
+from service.client_core import Call, Lines, Pages
+from service.client_jobs import JobWatch
 from service.client_reading import parse, read
 from service.client_types import Features, arm_json, features_json
 
 #: Pieces that an import is sent in.
 CHUNK_BYTES: Final = 65_536
 NDJSON: Final = "application/x-ndjson"
-#: Pauses between two looks at a job: the first and the longest.
-FIRST_LOOK_S: Final = 0.05
-LAST_LOOK_S: Final = 2.0
 
 
 # The catalogue
@@ -267,37 +263,11 @@ def get_job(job_id: str) -> Call[Job]:
     return Call("GET", f"/admin/jobs/{segment(job_id)}", as_answer(Job))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class JobWatch:
-    """Looks after a job until it has ended."""
-
-    job_id: str
-    on_progress: Callable[[Job], None] | None
-    timeout_s: float
-
-    def steps(self, policy: Policy) -> Steps[Job]:
-        """Ask, with growing pauses."""
-        deadline, pause_s = policy.clock() + self.timeout_s, FIRST_LOOK_S
-        while True:
-            job = yield from get_job(self.job_id).steps(policy)
-            if self.on_progress is not None:
-                self.on_progress(job)
-            if job.state == "done":
-                return job
-            if job.state == "failed":
-                raise JobFailed(job.error or "the service did not say why", job_id=job.id)
-            if policy.clock() + pause_s >= deadline:
-                raise JobFailed(f"not done after {self.timeout_s:g} s; it goes on", job_id=job.id)
-            yield Pause(pause_s)
-            pause_s = min(2 * pause_s, LAST_LOOK_S)
-
-
 def wait_for_job(
     job_id: str, *, on_progress: Callable[[Job], None] | None = None, timeout_s: float = 3600.0
-) -> JobWatch:
+) -> JobWatch[Job]:
     """The job, when it is done; raises JobFailed when it has failed or takes longer than `timeout_s`."""
-    return JobWatch(job_id, on_progress, timeout_s)
+    return JobWatch(get_job(job_id), lambda job: job.error, on_progress, timeout_s)
 
 
 # Settings, audit and namespaces

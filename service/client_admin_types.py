@@ -86,6 +86,7 @@ class Traces:
     log_lines: int
     pool: bool
     fusion: bool = False
+    transfer: bool = False
 
 
 @final

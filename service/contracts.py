@@ -214,9 +214,10 @@ class UserTraces:
     dead_letters: int
     samples: int
     log_lines: int
-    #: Whether the candidate pool of the current epoch names them, and whether fusion names them as a source.
+    #: Whether the candidate pool of the current epoch names them, fusion as a source, or a transfer job.
     pool: bool
     fusion: bool
+    transfer: bool
 
 
 @final

@@ -36,17 +36,18 @@ from service.live import LiveSettings, overridden
 from service.metrics import Metrics, NamespaceMetrics
 from service.profiling import ProfileDesk
 from service.reconciling import reconcile
-from service.rewarding import RewardDesk
+from service.rewarding import RewardDesk, confirmation
 from service.serving import Serving, ServingRoom
 from service.settings import Settings, SettingsError, learner_settings, reward_rules
 from service.snapshots import SnapshotDesk
 from service.tensors import TensorThread
+from service.transferring import TransferDesk
 from service.user_desk import UserDesk
 from store.audit import AuditLine, AuditLog
 from store.awaiting import AwaitingStore
 from store.catalogue import CatalogueStore
 from store.cluster import is_cluster_url
-from store.connection import Confirmation, ServerInfo, check_server, connect, drop_idle
+from store.connection import check_server, connect, drop_idle
 from store.decisions import DecisionStore
 from store.embedded import server_folder
 from store.epochs import EpochStore
@@ -54,6 +55,7 @@ from store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from store.events import EventStream
 from store.fusion import FusionStore
 from store.namespaces import MAX_RACES, NamespaceRecord, Namespaces
+from store.transfer import TransferStore
 from store.users import COUNTERS, UserStore
 
 #: Connections to the store beside those that follow the partitions' logs.
@@ -122,10 +124,11 @@ class Engine:
             keys,
             dedupe_window_s=settings.dedupe_window_s,
             backlog_limit=settings.backlog_limit,
-            confirm=self._confirmation(info),
+            confirm=confirmation(self._deployment, info),
         )
         self._audit = AuditLog(self._redis, keys, store_epoch)
         fusion = FusionStore(self._redis, keys, store_epoch)
+        transfer = TransferStore(self._redis, keys, store_epoch)
         self._room = ServingRoom(
             self._live, self._namespaces, self._users, self._epochs, fusion, self._compute, self._metrics
         )
@@ -155,10 +158,12 @@ class Engine:
             self._decisions,
             self._epochs,
             fusion,
+            transfer,
             self._room,
             private_folder=server_folder(settings.data_dir) if settings.redis_url is None else None,
         )
         self._fusion = FusionDesk(self._live, self._breaker, fusion, self._room)
+        self._transfer = TransferDesk(self._breaker, self._users, transfer, self._room)
         self._groups = GroupDesk(self._breaker, self._users, self._room)
         await self._room.start()
         await self._catalogue.start()
@@ -283,6 +288,11 @@ class Engine:
         """What new users begin from, once started."""
         return self._fusion
 
+    @property
+    def transfer(self) -> TransferDesk:
+        """Who helps whom, once started."""
+        return self._transfer
+
     def require_store(self) -> None:
         """StoreUnavailable while the store is away; one that was emptied can be asked, since it can be restored."""
         if isinstance(self._breaker.away, StoreUnavailable):
@@ -341,15 +351,6 @@ class Engine:
                 f"environment: {error}\nSet what the environment was, and take the overrides back with null in "
                 "PATCH /admin/config first"
             ) from None
-
-    def _confirmation(self, info: ServerInfo) -> Confirmation | None:
-        """What an enqueued reward waits for before it is acknowledged."""
-        settings = self._deployment
-        if settings.durability != "replicated":
-            return None
-        if info.replicas < settings.replicas:
-            log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
-        return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)
 
     def _take(self, record: NamespaceRecord) -> None:
         """Go by a record that somebody changed."""

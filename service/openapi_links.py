@@ -77,6 +77,7 @@ LINKS: Final = (
     Link("choose", "POST /admin/arms", "POST /recommend", body={"arm_ids": ["$response.body#/id"]}),
     Link("group", "POST /admin/arms", "GET /admin/groups", {"arm_id": "$response.body#/id"}),
     Link("import-job", "POST /admin/arms/import", "GET /admin/jobs/{job_id}", {"job_id": "$response.body#/id"}),
+    Link("transfer-job", "POST /admin/transfer", "GET /admin/transfer/{job_id}", {"job_id": "$response.body#/id"}),
     Link("snapshot-job", "POST /admin/snapshots", "GET /admin/jobs/{job_id}", {"job_id": "$response.body#/id"}),
     Link(
         "restore",

@@ -15,7 +15,9 @@ from service.live import LiveSettings
 from service.metrics import NamespaceMetrics
 from service.records import now_ms, reward_event
 from service.serving import ServingRoom
+from service.settings import Settings
 from store.awaiting import Awaited, AwaitingStore
+from store.connection import Confirmation, ServerInfo
 from store.decisions import Decision, DecisionStore
 from store.errors import StoreError
 from store.events import Enqueued, EventStream, RewardEvent
@@ -141,3 +143,12 @@ class RewardDesk:
                 lambda: self._events.buried(entry.partition, entry.entry_id)
             )
         return await replica.wait_applied(entry.partition, entry.entry_id, self._live.settings.wait_applied_timeout_s)
+
+
+def confirmation(settings: Settings, info: ServerInfo) -> Confirmation | None:
+    """What an enqueued reward waits for before it is acknowledged."""
+    if settings.durability != "replicated":
+        return None
+    if info.replicas < settings.replicas:
+        log.warning("too few replicas", wanted=settings.replicas, connected=info.replicas, effect="503 to feedback")
+    return Confirmation(settings.replicas, settings.replica_wait_ms, on_disk=info.aof)

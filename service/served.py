@@ -69,6 +69,8 @@ class ServedModel:
         self._kind = numpy_kind(learner.dtype)
         self._newborn = learner.newborn(self._shared)
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
+        #: Who teaches whom by the epoch; None where that was not looked at.
+        self.teaching = learner.teaching(self._shared)
         self._members: frozenset[str] = frozenset()
         self._pool = UserBank(learner.fields, learner.dtype, device)
         self._guests: OrderedDict[str, State] = OrderedDict()
@@ -137,6 +139,7 @@ class ServedModel:
         self.learner = learner
         self._newborn = learner.newborn(self._shared)
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
+        self.teaching = learner.teaching(self._shared)
         self._with_draws, self._draws_wanted = self._draws_wanted, False
         self._doubt_briefs()
 

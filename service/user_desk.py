@@ -23,6 +23,7 @@ from store.history import History
 from store.keys import NamespaceKeys
 from store.profiles import ProfileStore
 from store.traces import Traces
+from store.transfer import TransferStore
 from store.users import UserStore, UserSummary
 
 #: Open decisions shown of a user, the newest ones.
@@ -50,6 +51,7 @@ class UserDesk:
         decisions: DecisionStore,
         epochs: EpochStore,
         fusion: FusionStore,
+        transfer: TransferStore,
         room: ServingRoom,
         *,
         private_folder: Path | None,
@@ -60,6 +62,7 @@ class UserDesk:
         self._decisions = decisions
         self._epochs = epochs
         self._fusion = fusion
+        self._transfer = transfer
         self._room = room
         self._profiles = ProfileStore(redis, keys)
         self._traces = Traces(redis, keys)
@@ -122,6 +125,7 @@ class UserDesk:
             log_lines=await self._traces.lines(user_id, since),
             pool=user_id in await self._epochs.members(),
             fusion=user_id in (await self._fusion.everyone()).values(),
+            transfer=user_id in await self._transfer.named(),
         )
 
     async def forget(self, user_id: str) -> UserForgotten:
@@ -142,6 +146,7 @@ class UserDesk:
         )
         await self._breaker.call(lambda: self._epochs.strike([user_id]))
         await self._breaker.call(lambda: self._fusion.strike([user_id]))
+        await self._breaker.call(lambda: self._transfer.strike([user_id]))
         waiting = await self._breaker.call(lambda: self._traces.events(user_id, since))
         history: Literal["rewritten", "pending", "not ours"] = "not ours"
         if await self._breaker.call(self._history.is_ours):

@@ -35,6 +35,10 @@ last and may hold anything, braces too: only the first tag of a key counts.
     fusion_sources         hash    token of a source → user id, struck out when forgotten      none
     fusion_job             hash    what became of the latest training: one FusionJob           none
     fusion_lease           string  token of the one who trains fusion                          PX of the lease
+    transfer_jobs          hash    job id → TransferJob as JSON, struck out when somebody it
+                                   names is forgotten; the oldest go                           a day after the last word
+    transfer_results       hash    id of a job that is done → what came of it, as JSON         as its job
+    transfer_lease         string  token of the one who works on a transfer job                PX of the lease
 
     key of a partition     type    meaning                                                     expiry
     marker                 string  the store epoch; missing after FLUSHALL                     none
@@ -176,6 +180,18 @@ class NamespaceKeys:
     def fusion_lease(self) -> str:
         return self._meta("fusion_lease")
 
+    @property
+    def transfer_jobs(self) -> str:
+        return self._meta("transfer_jobs")
+
+    @property
+    def transfer_results(self) -> str:
+        return self._meta("transfer_results")
+
+    @property
+    def transfer_lease(self) -> str:
+        return self._meta("transfer_lease")
+
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")
 
@@ -244,6 +260,7 @@ class NamespaceKeys:
             self.epoch, self.epoch_log, self.lease, self.workers, self.refits, self.restoring, self.restores,
             self.audit, self.catalogue, self.catalogue_log, self.arms, self.arm_order, self.arm_versions,
             self.arm_changes, self.arm_removals, self.fusion, self.fusion_sources, self.fusion_job, self.fusion_lease,
+            self.transfer_jobs, self.transfer_results, self.transfer_lease,
         ]  # fmt: skip
 
     def guard_of(self, key: str) -> str:

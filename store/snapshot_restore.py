@@ -32,6 +32,7 @@ from store.snapshot_file import SnapshotReader
 from store.snapshot_manifest import Manifest
 from store.snapshot_records import LearnerRules, RecordRules, UserRecord, rules_for
 from store.snapshots import LEASE_WAIT_S, Progress, no_progress
+from store.transfer import TransferStore
 from store.users import UserStore
 
 #: Users and bytes of one script, which keeps everyone else waiting while it runs.
@@ -131,6 +132,7 @@ class _Restorer:
         self._users = UserStore(redis, record.keys, record.store_epoch, samples_kept=1)
         self._epochs = EpochStore(redis, record.keys, record.store_epoch)
         self._fusion = FusionStore(redis, record.keys, record.store_epoch)
+        self._transfer = TransferStore(redis, record.keys, record.store_epoch)
         self._restores = RestoreStore(redis, record.keys, record.store_epoch)
         self._put_back = self._dropped = self._forgotten = 0
 
@@ -149,9 +151,10 @@ class _Restorer:
         await self._restores.finish(restoring, following, lease_token=lease.token)
         # Whoever was forgotten in this moment was struck out of the epoch before.
         await self._epochs.strike(await self._users.without_learner(following.members))
-        # Nor does fusion name whom the snapshot does not know.
+        # Nor do fusion and transfer jobs name whom the snapshot does not know.
         named = (await self._fusion.everyone()).values()
         await self._fusion.strike(await self._users.without_learner(named))
+        await self._transfer.strike(await self._users.without_learner(await self._transfer.named()))
         reach("restore-after-publish")
         return Restored(self._manifest.id, restoring.target, self._put_back, self._dropped, self._forgotten)
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeVar, final
+from typing import Any, Final, Literal, final
 
 import numpy as np
 import structlog
@@ -27,6 +26,7 @@ from store.users import UserStore
 from worker.fusion_child import COMMAND, TrainingFailed, train_in_child
 from worker.fusion_sources import EVENTS_MIN, FusionSources, SourceUser
 from worker.fusion_task import FusionTask
+from worker.leased_job import JOB_LEASE_MS, Interrupted, LeasedJob, keep_ticking
 from worker.model import NamespaceModel
 
 #: Between two looks at whether a training is asked for.
@@ -37,8 +37,6 @@ LOOK_S: Final = 60.0
 LOOK_SHARE: Final = 20
 #: After one that failed nothing is due by itself for so long.
 AFTER_FAILURE_S: Final = 600.0
-#: Short, since a killed trainer's lease has to run out before another can take over.
-FUSION_LEASE_MS: Final = 3_000
 #: A training that takes longer is given up.
 TRAINING_LIMIT_S: Final = 1_800.0
 #: How far the job is when the training itself begins, and when it ends.
@@ -46,7 +44,6 @@ READ: Final = 0.1
 TRAINED: Final = 0.95
 
 log = structlog.get_logger()
-Value = TypeVar("Value")
 
 
 @final
@@ -70,10 +67,6 @@ class _Cause:
     by: JobCause
     looked: bool = False
     standing: FusionStanding | None = None
-
-
-class _Interrupted(Exception):
-    """The training is not ours any more, or the worker stops."""
 
 
 @final
@@ -106,24 +99,10 @@ class FusionTrainer:
         self._next_look_s = 0.0
         self._looked_at: tuple[int, FusionStanding | None] | None = None
         self._checked = False
-        self._lost = asyncio.Event()
-        self._job = FusionJob()
 
     async def run(self) -> None:
         """Train until asked to stop."""
-        while not self._stopping.is_set():
-            try:
-                await self._tick()
-            except StoreUnavailable as error:
-                log.warning("store unavailable", error=str(error))
-            except StoreReset:
-                raise
-            except Exception:
-                # New users go on to start as they did; the consumers would end with this task.
-                log.exception("fusion not looked after")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._stopping.wait()
+        await keep_ticking(self._tick, self._stopping, TICK_S, "fusion not looked after")
 
     async def _tick(self) -> None:
         if self._model.record.overrides.get("fusion", self._plan.wanted) == "off":
@@ -132,7 +111,7 @@ class FusionTrainer:
             await self._strike_forgotten()
             self._checked = True
         cause = await self._cause(await self._stored_job())
-        if cause is None or not await self._fusion.acquire_lease(self._token, FUSION_LEASE_MS):
+        if cause is None or not await self._fusion.acquire_lease(self._token, JOB_LEASE_MS):
             return
         reach("fusion-leased")
         try:
@@ -194,59 +173,32 @@ class FusionTrainer:
 
     async def _see_to(self, job: FusionJob) -> None:
         """Train and publish, and have the job tell how that is coming along."""
-        self._lost.clear()
-        self._job = FusionJob("running", job.requested_ms, started_ms=_now_ms(), doing="reading users", by=job.by)
-        await self._fusion.put_job(self._job, lease_token=self._token)
-        over = asyncio.Event()
-        keeping = asyncio.create_task(self._keep(over))
+        started = FusionJob("running", job.requested_ms, started_ms=_now_ms(), doing="reading users", by=job.by)
+        leased = LeasedJob(self._fusion, self._stopping, started, token=self._token)
+        await leased.begin()
         try:
-            version, sources = await self._train()
-            ended = replace(self._job, state="done", progress=1.0, doing="")
+            version, sources = await self._train(leased)
+            ended = replace(leased.job, state="done", progress=1.0, doing="")
             log.info("fusion published", version=version, sources=sources, by=job.by)
         except TrainingFailed as error:
-            ended = replace(self._job, state="failed", doing="", reason=str(error))
+            ended = replace(leased.job, state="failed", doing="", reason=str(error))
             log.warning("fusion not trained", reason=str(error), by=job.by)
-        except _Interrupted:
+        except Interrupted:
             # Whoever comes next begins anew; without the lease this is not written.
-            ended = replace(self._job, state="queued", started_ms=0, progress=0.0, doing="")
+            ended = replace(leased.job, state="queued", started_ms=0, progress=0.0, doing="")
             log.info("fusion interrupted", by=job.by)
         except (StoreReset, StoreUnavailable):
             raise
         except Exception as error:
-            ended = replace(self._job, state="failed", doing="", reason="an error of the worker's; its log tells more")
+            ended = replace(leased.job, state="failed", doing="", reason="an error of the worker's; its log tells more")
             log.exception("fusion not trained", error=type(error).__name__)
         finally:
-            # Not cancelled: what it was about to write would overtake the last word.
-            over.set()
-            await keeping
+            await leased.end()
         if ended.state != "queued":
             ended = replace(ended, finished_ms=_now_ms())
         await self._fusion.put_job(ended, lease_token=self._token)
 
-    async def _keep(self, over: asyncio.Event) -> None:
-        """Keep the lease and write down the progress, once a second, until all is over or the lease is lost."""
-        written = self._job
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FUSION_LEASE_MS / 3_000):
-                    await over.wait()
-            if over.is_set():
-                return
-            try:
-                kept = await self._fusion.renew_lease(self._token, FUSION_LEASE_MS)
-                if kept and self._job != written:
-                    written = self._job
-                    kept = await self._fusion.put_job(written, lease_token=self._token)
-            except StoreUnavailable as error:
-                log.warning("store unavailable", error=str(error))
-                continue
-            except StoreReset:
-                kept = False  # who trains finds out by itself
-            if not kept:
-                self._lost.set()
-                return
-
-    async def _train(self) -> tuple[int, int]:
+    async def _train(self, leased: LeasedJob[FusionJob]) -> tuple[int, int]:
         """The version that was published, and on how many sources."""
         trainer = self._model.trainer
         if trainer is None:
@@ -263,7 +215,7 @@ class FusionTrainer:
                 f"warm starts need {self._plan.least_sources} users with user_features and at least {EVENTS_MIN} "
                 f"rewards each; there are {len(sources)}"
             )
-        self._tell("training", READ)
+        _tell(leased, "training", READ)
         version = 1 if standing is None else standing.version + 1
         profiles = np.stack([source.profile for source in sources])
         task = FusionTask(
@@ -277,15 +229,15 @@ class FusionTrainer:
             profiles=profiles,
         )
         reach("fusion-before-training")
-        arrays, report = await self._unless_interrupted(
+        arrays, report = await leased.unless_interrupted(
             train_in_child(
                 task,
-                lambda share: self._tell("training", READ + share * (TRAINED - READ)),
+                lambda share: _tell(leased, "training", READ + share * (TRAINED - READ)),
                 limit_s=self._limit_s,
                 command=self._command,
             )
         )
-        self._tell("publishing", TRAINED)
+        _tell(leased, "publishing", TRAINED)
         if self._model.record.learner != record.learner:
             raise TrainingFailed("the learner was changed meanwhile: ask again")
         try:
@@ -294,20 +246,6 @@ class FusionTrainer:
             raise TrainingFailed(f"what was trained is no fusion of this learner's: {error}") from error
         await self._publish(version, arrays, report, sources, events)
         return version, len(sources)
-
-    async def _unless_interrupted(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """What comes of some work, which is cancelled when it is not wanted any more."""
-        working = asyncio.create_task(work)
-        signals = [asyncio.create_task(event.wait()) for event in (self._stopping, self._lost)]
-        try:
-            await asyncio.wait([working, *signals], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise _Interrupted
-            return working.result()
-        finally:
-            for task in (working, *signals):
-                task.cancel()
-            await asyncio.gather(working, *signals, return_exceptions=True)
 
     async def _publish(
         self,
@@ -327,7 +265,7 @@ class FusionTrainer:
         record = FusionRecord(version, arrays, told, report, _now_ms(), events=events)
         reach("fusion-before-publish")
         if not await self._fusion.publish(record, names, lease_token=self._token):
-            raise _Interrupted
+            raise Interrupted
         reach("fusion-after-publish")
         await self._strike_forgotten()
 
@@ -345,9 +283,10 @@ class FusionTrainer:
         if await self._fusion.strike(gone):
             log.info("fusion sources struck", users=len(gone))
 
-    def _tell(self, doing: str, progress: float) -> None:
-        """Have the next look at the job say so."""
-        self._job = replace(self._job, doing=doing, progress=round(progress, 3))
+
+def _tell(leased: LeasedJob[FusionJob], doing: str, progress: float) -> None:
+    """Have the next look at the job say so."""
+    leased.job = replace(leased.job, doing=doing, progress=round(progress, 3))
 
 
 def _waits(job: FusionJob) -> bool:

@@ -1,5 +1,5 @@
 """What a worker does for one namespace: a consumer for each partition of its share, one meta-trainer, one fusion
-trainer, one eye on overdue rewards."""
+trainer, one who answers transfer jobs, one eye on overdue rewards."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from store.fusion import FusionStore
 from store.namespaces import NamespaceRecord, Namespaces
 from store.ownership import Ownership
 from store.profiles import ProfileStore
+from store.transfer import TransferStore
 from store.users import UserStore
 from worker.consumer import Consumer
 from worker.desk import FittingDesk
@@ -32,6 +33,8 @@ from worker.model import NamespaceModel
 from worker.overdue import OverdueRewards
 from worker.publisher import Publisher
 from worker.shares import PARTITION_LEASE_MS, PartitionShares
+from worker.transfer import TransferWorker
+from worker.transfer_tasks import TransferTasks
 
 log = structlog.get_logger()
 
@@ -71,10 +74,14 @@ class WorkerSettings:
 class NamespaceWork:
     """Learns from the rewards of namespaces, each with connections of its own."""
 
-    def __init__(self, redis_url: str, settings: WorkerSettings, compute: Executor, *, token: str) -> None:
+    def __init__(
+        self, redis_url: str, settings: WorkerSettings, compute: Executor, modeling: Executor, *, token: str
+    ) -> None:
+        """`compute` is for tensors that learning waits for, `modeling` for those that it does not wait for."""
         self._redis_url = redis_url
         self._settings = settings
         self._compute = compute
+        self._modeling = modeling
         self._token = token
 
     async def on(self, name: str, stopping: asyncio.Event) -> None:
@@ -147,6 +154,15 @@ class NamespaceWork:
             token=token,
             plan=settings.fusion_plan,
         )
+        transfer = TransferWorker(
+            users,
+            TransferStore(redis, record.keys, record.store_epoch),
+            TransferTasks(users, self._modeling, partitions=record.partitions),
+            model,
+            self._modeling,
+            ending,
+            token=token,
+        )
         log.info("worker ready", consumer=token, namespace=record.name, partitions=record.partitions)
         reset: BaseExceptionGroup[StoreReset] | None = None
         relay = asyncio.create_task(_relay(stopping, ending))
@@ -156,6 +172,7 @@ class NamespaceWork:
                 tasks.create_task(_until_the_end(shares.run(), ending))
                 tasks.create_task(_until_the_end(overdue.run(), ending))
                 tasks.create_task(_until_the_end(fusion.run(), ending))
+                tasks.create_task(_until_the_end(transfer.run(), ending))
         except* StoreReset as lost:
             reset = lost
         finally:

@@ -1,4 +1,4 @@
-"""The worker process: every namespace of the store, with one thread for the tensors of all."""
+"""The worker process: every namespace of the store, one thread for the tensors of all and one for transfer jobs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from store.errors import StoreReset, StoreUnavailable
 from store.failpoints import armed
 from store.namespaces import Namespaces
 from worker.namespace_work import NamespaceWork, WorkerSettings
+from worker.transfer import modeling_thread
 
 #: How often the store is asked for namespaces that are not worked on yet.
 NAMESPACE_POLL_S: Final = 0.25
@@ -50,8 +51,8 @@ async def _run(redis_url: str, settings: WorkerSettings) -> None:
             log.warning("failpoints are armed: this process will kill itself")
         # Unique to the process: a name used twice would let two processes acknowledge each other's events.
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors") as compute:
-            work = NamespaceWork(redis_url, settings, compute, token=name)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensors") as compute, modeling_thread() as modeling:
+            work = NamespaceWork(redis_url, settings, compute, modeling, token=name)
             await _attend(Namespaces(redis), work, stopping)
     finally:
         await redis.aclose()

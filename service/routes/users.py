@@ -57,6 +57,7 @@ class TracesOut(BaseModel):
     log_lines: int = Field(description="Lines of the update log but the one that says that the user was forgotten.")
     pool: bool = Field(description="Whether the candidate pool of the current epoch names the user.")
     fusion: bool = Field(description="Whether fusion names the user as a source.")
+    transfer: bool = Field(description="Whether a transfer job names the user.")
 
 
 @final

@@ -47,6 +47,9 @@ ScriptName: TypeAlias = Literal[
     "status",
     "strike",
     "strike_fusion",
+    "strike_transfer",
+    "transfer_job",
+    "transfer_request",
     "unlink",
 ]
 ScriptCall: TypeAlias = tuple[Sequence[str], Sequence[Argument]]

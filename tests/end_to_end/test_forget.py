@@ -24,12 +24,14 @@ from store.keys import NamespaceKeys
 from store.namespaces import Namespaces
 from store.rewards import RewardEvent
 from store.starts import Start
+from store.transfer import TransferQuestion, TransferStore
 
 USERS = ("anna.q7x-kowalska", "bela.z3v-lugosi", "carl.w9k-sagan")
 INPUTS = 3
 KEYS = NamespaceKeys("default", 2)
 NOTHING_LEFT = {
     "decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False, "fusion": False,
+    "transfer": False,
 }  # fmt: skip
 #: A tombstone: the name of the user's key, their field among the versions, and the line of the update log.
 TOMBSTONE_PLACES = 3
@@ -133,8 +135,22 @@ def profile_of(user: str) -> np.ndarray:
     return np.random.default_rng(list(user.encode())).normal(size=4)
 
 
+async def transfers(transfer: TransferStore) -> None:
+    """Of everyone it was asked whether the next one helps them, and answered."""
+    assert await transfer.acquire_lease("test", 60_000)
+    for place, user in enumerate(USERS):
+        other = USERS[place - 1]
+        question = TransferQuestion("mse", user_id=user, sources=(other,))
+        job = (await transfer.request(question, {user: 0, other: 0}, int(time.time() * 1_000))).job
+        assert job is not None
+        result = {"target": {"user_id": user}, "sources": [{"user_id": other, "coefficient": -1.0}]}
+        assert await transfer.put_job(replace(job, state="done"), lease_token="test", result=result)
+    await transfer.release_lease("test")
+
+
 def warm(valkey: Redis) -> None:
-    """Everyone is a source of fusion, and began with a start that names the others, as it is really written."""
+    """Everyone is a source of fusion, began with a start that names the others, and was asked about, as it is really
+    written."""
     socket = valkey.connection_pool.connection_kwargs["path"]
 
     async def write() -> None:
@@ -149,6 +165,7 @@ def warm(valkey: Redis) -> None:
             made = FusionRecord(1, {"w": np.zeros(1)}, sources, {}, 1)
             assert await fusion.publish(made, names, lease_token="test")
             await fusion.release_lease("test")
+            await transfers(TransferStore(redis, KEYS, record.store_epoch))
         finally:
             await redis.aclose()
 
@@ -199,7 +216,8 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     warm(valkey)
     before = {user: client.get(f"/admin/users/{user}", params={"events": 9}).json() for user in USERS}
     held = holders(dump(valkey), victim)
-    assert {key.encode() for key in (KEYS.start(victim), KEYS.fusion, KEYS.fusion_sources)} <= held
+    named_in = (KEYS.start(victim), KEYS.fusion, KEYS.fusion_sources, KEYS.transfer_jobs, KEYS.transfer_results)
+    assert {key.encode() for key in named_in} <= held
     assert {name: len(before[victim][name]) for name in ("events", "decisions")} == {"events": 3, "decisions": 4}
     # What is looked for below is found now: in the store under many keys, and in its file many times.
     assert len(holders(dump(valkey), victim)) > 10
@@ -251,6 +269,9 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     named = valkey.hgetall(KEYS.fusion_sources)
     assert sorted(named.values()) == sorted(user.encode() for user in neighbours)
     assert [token.encode() for token, *_ in json.loads(valkey.hget(KEYS.fusion, "sources") or b"")] == list(named)
+    [job] = client.get("/admin/transfer").json()["jobs"]
+    assert {job["request"]["user_id"], *job["request"]["sources"]} == set(neighbours)
+    assert valkey.hkeys(KEYS.transfer_results) == [job["id"].encode()]
     for user in neighbours:
         assert valkey.exists(KEYS.start(user))
         after = client.get(f"/admin/users/{user}", params={"events": 9}).json()

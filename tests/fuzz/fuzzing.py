@@ -32,10 +32,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from service.client import Metaban
+from service.client import Ask, Metaban, Reward
+from store.transfer import TARGET_SAMPLES_MIN
 
 #: Numbers in the features that the fuzzer makes up.
 FEATURES: Final = 3
+#: Users of whom enough is learned for them to be asked about.
+TEACHERS: Final = ("ann", "bo", "cem")
 
 
 @st.composite
@@ -168,6 +171,10 @@ class Mender:
             case.query = {name: value for name, value in case.query.items() if name != "namespace"}
         if isinstance(case.body, dict):
             case.body = self._mended(case.body)
+            if case.operation.label == "POST /admin/transfer":
+                # No schema says that there is one target, nor of whom enough was learned.
+                case.body |= {"user_id": TEACHERS[0], "sources": list(TEACHERS[1:])}
+                case.body.pop("cluster", None)
 
     def learn(self, case: Case, response: Response) -> None:
         """Remember namespaces and decisions that were made."""
@@ -181,11 +188,9 @@ class Mender:
         if "context" in body:
             mended["context"] = None
         if "features" in body:
-            mended["features"] = self._features()
+            mended["features"] = self.features()
         if isinstance(body.get("arms"), list):
-            mended["arms"] = [
-                {"id": f"arm-{place}", "features": self._features()} for place in range(len(body["arms"]))
-            ]
+            mended["arms"] = [{"id": f"arm-{place}", "features": self.features()} for place in range(len(body["arms"]))]
             # The examples of the document have ids, and each is good for one decision.
             if body.get("decision_id") not in self._decisions:
                 mended.pop("decision_id", None)
@@ -200,7 +205,8 @@ class Mender:
             mended["requests"] = [self._mended(each) if isinstance(each, dict) else each for each in body["requests"]]
         return mended
 
-    def _features(self) -> list[float]:
+    def features(self) -> list[float]:
+        """As all of the namespace are."""
         return [round(self._random.uniform(-1, 1), 3) for _ in range(FEATURES)]
 
 
@@ -210,6 +216,7 @@ def fuzz(url: str, *, examples: int, seed: int) -> Findings:
     with Metaban(url) as metaban:
         # What features look like is fixed by the first request: let that not be left to chance.
         metaban.recommend("first", {"arm-0": [1.0] + [0.0] * (FEATURES - 1), "arm-1": [0.0] * FEATURES})
+        _teach(metaban, mender)
     schema = _load(url)
     operations = [found.ok() for found in schema.get_all_operations()]
     each = max(1, examples // 2 // len(operations))
@@ -223,6 +230,13 @@ def fuzz(url: str, *, examples: int, seed: int) -> Findings:
             _follow_links(part, session, findings, mender, until=until, seed=seed + place)
         findings.linked = findings.examples - alone
     return findings
+
+
+def _teach(metaban: Metaban, mender: Mender) -> None:
+    """As many rewards of some users as it takes to ask who helps whom."""
+    asks = [Ask(user, {"arm-0": mender.features()}) for user in TEACHERS for _ in range(TARGET_SAMPLES_MIN)]
+    decided = [result.get().decision_id for result in metaban.recommend_batch(asks)]
+    metaban.feedback_batch([Reward(decision, place % 2) for place, decision in enumerate(decided)], wait_applied=True)
 
 
 def _load(url: str) -> BaseSchema:

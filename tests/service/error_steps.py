@@ -12,6 +12,7 @@ from store.decisions import DecisionStore
 from store.events import EventStream
 from tests.service.apps import running_app
 from tests.service.error_world import ASK, KEYS, USER, Step, World
+from tests.service.transfers import keep
 from tests.worker.workshop import make_event, soon
 
 CLIENT, ADMIN, SHOP, SHOP_ADMIN = (FreshKey.generate() for _ in range(4))
@@ -112,6 +113,12 @@ async def backlog(world: World) -> None:
     await decided(world)
     stream = EventStream(world.store, KEYS, dedupe_window_s=60, backlog_limit=100)
     await stream.enqueue([make_event(USER, 0)])
+
+
+async def kept(world: World) -> None:
+    """Three users of whom rewards are kept, of one of them too few to be a target."""
+    await keep(world.store, ["a", "b"])
+    await keep(world.store, ["few"], samples=3)
 
 
 async def shop(world: World) -> None:

@@ -28,6 +28,7 @@ ARMS = [{"id": f"arm {n}", "features": [float(n), 1.0, -float(n)]} for n in rang
 KEYS = NamespaceKeys("shop", 2)
 NOTHING_LEFT = {
     "decisions": 0, "waiting": 0, "dead_letters": 0, "samples": 0, "log_lines": 0, "pool": False, "fusion": False,
+    "transfer": False,
 }  # fmt: skip
 
 

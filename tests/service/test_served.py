@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from models.learner import State
 from models.settings import LearnerSettings
+from models.teaching import Teaching
 from service.served import ScoreRequest, Standing
 from store.users import UserState
 from tests.service.serving import WIDE, adopt, ask, make_model, put_each, state, versions
@@ -147,6 +150,20 @@ class TestRefusals:
 
 
 class TestEpochs:
+    def test_each_says_who_teaches_whom(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = make_model()
+        assert model.teaching is None
+        told = torch.eye(2)
+
+        def teaching(shared: State) -> Teaching:
+            return Teaching(told * shared["factor"], told[0], told[1])
+
+        monkeypatch.setattr(model.learner, "teaching", teaching)
+        for number in (1, 2):
+            adopt(model, number, factor=np.array(number))
+            assert model.teaching is not None
+            assert torch.equal(model.teaching.weights, number * told)
+
     def test_inputs_are_seen_through_the_epoch(self) -> None:
         model = make_model()
         model.put([state(model, "a", 2)])

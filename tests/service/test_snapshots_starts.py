@@ -13,6 +13,7 @@ from store.errors import SnapshotError
 from store.fusion import FusionRecord, FusionSource, FusionStore
 from store.snapshot_records import UserRecord
 from store.starts import Start
+from store.transfer import TransferQuestion, TransferStore
 from tests.service.snapshooting import in_place, in_small_parts, kept, learn, put_back, stored, take
 from tests.worker.conftest import OpenWorkshop, open_workshop  # noqa: F401 (a fixture)
 from tests.worker.workshop import Workshop
@@ -142,3 +143,13 @@ async def test_fusion_does_not_name_whom_a_restore_drops(shop: Workshop, tmp_pat
     assert current is not None
     assert [source.token for source in current.sources] == ["t0"]
     assert await fusion.everyone() == {"t0": "user 0"}
+
+
+async def test_no_transfer_job_names_whom_a_restore_drops(shop: Workshop, tmp_path: Path) -> None:
+    manifest = await take(shop, tmp_path)
+    await shop.learn({"user 50": 1})
+    transfer = TransferStore(shop.redis, shop.keys, shop.record.store_epoch)
+    for user, other in (("user 0", "user 1"), ("user 0", "user 50")):
+        assert (await transfer.request(TransferQuestion("mse", user, None, (other,)), {user: 0, other: 0}, 1)).new
+    await put_back(shop.redis, tmp_path, manifest)
+    assert set(await transfer.named()) == {"user 0", "user 1"}

@@ -33,6 +33,7 @@ from store.ownership import Ownership
 from store.snapshot_restore import restore_snapshot
 from store.snapshots import create_snapshot
 from store.traces import Traces
+from store.transfer import TransferQuestion, TransferStore
 from store.users import UserState, UserStore, UserUpdate
 
 
@@ -134,6 +135,7 @@ async def use_every_script(redis: Redis) -> None:
     assert await epochs.strike(names[:2]) == 2
     await epochs.release_lease("t")
     await use_fusion(FusionStore(redis, keys, record.store_epoch), names)
+    await use_transfer(TransferStore(redis, keys, record.store_epoch), names)
     arms = CatalogueStore(redis, keys, record.store_epoch, arms_max=2)
     await arms.change([ArmWrite.put("{a}", [1.0]), ArmWrite.put("b", [2.0])], now_ms=1)
     assert set((await arms.changes_since(Standing())).arms) == {"{a}", "b"}
@@ -150,6 +152,15 @@ async def use_fusion(fusion: FusionStore, names: list[str]) -> None:
     sources = tuple(FusionSource(token, np.zeros(1)) for token in tokens)
     assert await fusion.publish(FusionRecord(1, {}, sources, {}, 0), tokens, lease_token="t")
     assert await fusion.strike(names[:2]) == 2
+
+
+async def use_transfer(transfer: TransferStore, names: list[str]) -> None:
+    question = TransferQuestion("mse", user_id=names[0], sources=tuple(names[1:3]))
+    job = (await transfer.request(question, dict.fromkeys(question.named, 0), 1)).job
+    assert job is not None
+    assert await transfer.acquire_lease("t", 10_000)
+    assert await transfer.put_job(job, lease_token="t", result={"gain": 1.0})
+    assert await transfer.strike(names[:1]) == 1
 
 
 async def use_snapshots(redis: Redis, record: NamespaceRecord) -> None:
@@ -246,6 +257,7 @@ def test_keys_are_distinct():
     names += [keys.catalogue, keys.catalogue_log, keys.arms, keys.arm_order]
     names += [keys.arm_versions, keys.arm_changes, keys.arm_removals]
     names += [keys.fusion, keys.fusion_sources, keys.fusion_job, keys.fusion_lease]
+    names += [keys.transfer_jobs, keys.transfer_results, keys.transfer_lease]
     for partition in range(2):
         kinds = (
             "marker",
