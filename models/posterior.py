@@ -329,7 +329,7 @@ class PosteriorLearner(Learner):
 
     def teaching(self, shared: State) -> Teaching | None:
         kinds = stored_kinds(shared)
-        return Teaching(kinds.weights, *kinds.gain.tolist()) if self.settings.teaching else None
+        return Teaching(kinds.weights, *kinds.gain.tolist()) if kinds.told_apart else None
 
     def _watched(self, shared: State, samples: Samples) -> State:
         """After a change of tastes, samples from before it fade and the prior is learned from scratch."""

@@ -68,6 +68,11 @@ class Kinds:
         )
 
     @property
+    def told_apart(self) -> bool:
+        """Whether there is more than one."""
+        return bool((self.centres != self.centres[:1]).any())
+
+    @property
     def any_silent(self) -> bool:
         """Whether anybody does not teach."""
         return bool((self.weights < 1).any())

@@ -107,26 +107,26 @@ class TransferJob:
 @final
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """How much the rewards of each cluster (column) count in what each cluster (row) learns in groups."""
+    """How much the rewards of each cluster count in what all others learn, and what that saves them, in nats a user."""
 
     model_version: int
     clusters: int
-    weights: tuple[tuple[float, ...], ...]
-    gain: tuple[float, ...]
-    gain_error: tuple[float, ...]
+    weights: tuple[float, ...]
+    gain: float
+    gain_error: float
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The jobs of the last day, the newest first, and who teaches whom; None where the learner tells none."""
+    """The jobs of the last day, the newest first, and who teaches; None until clusters are told apart."""
 
     jobs: tuple[TransferJob, ...]
     teaching: Teaching | None
 
 
 def overview() -> Call[Transfer]:
-    """The jobs there are, without their results, and who teaches whom."""
+    """The jobs there are, without their results, and who teaches."""
     return Call("GET", "/admin/transfer", as_answer(Transfer))
 
 

@@ -192,18 +192,18 @@ class TransferJobOut(JobFields):
 
 @final
 class TeachingOut(BaseModel):
-    """How much the rewards of each cluster count in what others learn in groups."""
+    """How much the rewards of each cluster of users count in what all others learn."""
 
     model_version: int = Field(description="The epoch that says so.")
     clusters: int
-    weights: list[list[float]] = Field(description="Row: who learns; column: from whom; 1: all of it.")
-    gain: list[float] = Field(description="What each cluster's held-out loss fell by with these weights; 0: nothing.")
-    gain_error: list[float] = Field(description="Its standard error.")
+    weights: list[float] = Field(description="Of each cluster: 1, or 0 for one that makes others learn worse.")
+    gain: float = Field(description="What silencing those saves the others, on users held out; in nats a user.")
+    gain_error: float = Field(description="Its standard error.")
 
 
 @final
 class TransferOut(BaseModel):
-    """The jobs of the last day, and who teaches whom."""
+    """The jobs of the last day, and who teaches."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -212,10 +212,10 @@ class TransferOut(BaseModel):
                     "jobs": [JOB_EXAMPLE],
                     "teaching": {
                         "model_version": 7,
-                        "clusters": 2,
-                        "weights": [[1.0, 0.0], [1.0, 1.0]],
-                        "gain": [0.021, 0.0],
-                        "gain_error": [0.004, 0.0],
+                        "clusters": 8,
+                        "weights": [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+                        "gain": 0.31,
+                        "gain_error": 0.02,
                     },
                 }
             ]
@@ -224,7 +224,7 @@ class TransferOut(BaseModel):
 
     jobs: list[JobSummaryOut] = Field(description="The newest first, at most 32.")
     teaching: TeachingOut | None = Field(
-        description="By the epoch that the process that answered serves; null where its learner tells none."
+        description="By the epoch that the process that answered serves; null until it tells clusters apart, and where its learner does not."
     )
 
 
@@ -262,11 +262,11 @@ async def ask(request: Request, engine: AdminEngine) -> TransferJobOut:
 
 @router.get(
     "",
-    summary="Transfer jobs, and who teaches whom",
+    summary="Transfer jobs, and who teaches",
     responses=problem_responses(Unauthorized, Forbidden, NotFound, Unavailable),
 )
 async def show(engine: AdminEngine) -> TransferOut:
-    """The jobs that are remembered, without their results, and the weights between clusters of the served epoch."""
+    """The jobs that are remembered, without their results, and the weights of clusters in the served epoch."""
     view = await engine.transfer.describe()
     return TransferOut(
         jobs=[JobSummaryOut(**_summary(job)) for job in view.jobs],
@@ -317,6 +317,6 @@ def _taught(teaching: Teaching, model_version: int) -> TeachingOut:
         model_version=model_version,
         clusters=teaching.kinds,
         weights=teaching.weights.tolist(),
-        gain=teaching.gain.tolist(),
-        gain_error=teaching.gain_error.tolist(),
+        gain=teaching.gain,
+        gain_error=teaching.gain_error,
     )
