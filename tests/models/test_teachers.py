@@ -116,7 +116,7 @@ class TestLosses:
         crowd = Crowd(12, 5, 3)
         users, prior = crowd.statistics(), Prior.initial(3)
         kind = torch.arange(12) % KINDS
-        losses = SilenceLosses(prior, users, kind, 1)
+        losses = SilenceLosses(prior.posterior(users.gram, users.moment), prior.noise, users, kind, 1)
         members = torch.zeros(2, KINDS - 1, dtype=torch.bool)
         members[1, [0, 4]] = True  # of the others 0, 2, 3, 4, …: kinds 0 and 5
         found = losses.held_out(members)
@@ -161,6 +161,22 @@ class TestKinds:
         kinds = measured_kinds(prior, users, seed)
         assert not kinds.any_silent
         assert kinds.told_apart
+
+    def test_nobody_is_silenced_where_there_are_no_many(self) -> None:
+        """Everybody is unlike everybody else: whoever is silent saves the others something."""
+        crowd = Crowd(160, 60, 12)
+        crowd.heads = crowd.random.normal(size=crowd.heads.shape) * np.where(np.arange(160) % 2, 3.0, 1.0)[:, None]
+        crowd.counts[:] = 60
+        crowd.reward()
+        users, prior = crowd.statistics(), Prior.initial(12)
+        for _ in range(5):
+            prior = prior.improved(users)
+        assert (measured_kinds(prior, users, 0).weights_of(users)).mean() > 0.5
+
+    def test_numbers_that_cannot_be_compared(self) -> None:
+        prior, users = learned(with_contrary(40))
+        broken = Statistics(users.gram * torch.nan, users.moment, users.squares, users.events)
+        assert not measured_kinds(prior, broken, 0).told_apart
 
     def test_few_users_are_of_one_kind(self) -> None:
         prior, users = learned(with_contrary(10, honest=LEAST_USERS - 11))
