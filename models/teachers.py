@@ -7,7 +7,8 @@ kind as the target, with the other kinds as sources. Since by default all of the
 taught. A kind whose silence would save the median user of the others more than γ is silenced, if that helps users who
 had no part in the choice.
 
-This trusts the many. Whoever is silenced still learns from their own rewards, but starts from what the others want.
+This trusts the many, and only where groups do not tell users apart anyway (the guard λ of `models.upkeep`). Whoever is
+silenced still learns from their own rewards, but starts from what the others want.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ WORST: Final = 0.25
 #: What is saved on users held out has to be this much at least, in nats a user, and so many standard errors above 0.
 LEAST_GAIN: Final = 0.15
 GUARD_ERRORS: Final = 2.0
+#: Share of the users who may be silenced, and of those who go on who may be of kinds that lose by it: users who are
+#: missed are a group like others, and no bad teachers.
+FEW: Final = 1 / 3
+MISSED: Final = 0.1
 
 
 @final
@@ -183,13 +188,13 @@ class Lesson:
 def badly_teaching(lessons: Sequence[Lesson], choosing: Tensor) -> Tensor:
     """Kinds [K] that cost the median user of the others more than γ, as some of the users say [U].
 
-    Nobody, if most users would be silenced: then there are no many to trust.
+    Nobody, if a third of the users or more would be silenced: then there are no many to trust.
     """
     cost = torch.stack([lesson.cost(choosing) for lesson in lessons])  # [target, source]
     size = torch.stack([choosing[lesson.losses.pupils].sum() for lesson in lessons]).double()  # [K]
     others = 1 - torch.eye(KINDS, dtype=torch.float64)
     found = torch.stack([_median(cost[:, each], size * others[each]) for each in range(KINDS)]) > WORST
-    return found & (size[found].sum() < size.sum() / 2)
+    return found & (size[found].sum() < FEW * size.sum())
 
 
 def _median(values: Tensor, weights: Tensor) -> Tensor:
@@ -198,13 +203,13 @@ def _median(values: Tensor, weights: Tensor) -> Tensor:
     return ordered[(weights[order].cumsum(0) >= weights.sum() / 2).int().argmax()]
 
 
-def _saved(lessons: Sequence[Lesson], silent: Tensor, judging: Tensor) -> Tensor:
-    """What users who judge [U], of the kinds that go on, would save [u], in nats, if the others [K] were silent."""
+def _saved(lessons: Sequence[Lesson], silent: Tensor, judging: Tensor) -> list[Tensor]:
+    """What users who judge [U], of each kind that goes on, would save [u], in nats, if the others [K] were silent."""
     found = []
     for lesson in (lesson for lesson, ends in zip(lessons, silent.tolist(), strict=True) if not ends):
         lost = lesson.losses.held_out(silent[lesson.losses.others].unsqueeze(0))  # [1, u]
         found.append((lesson.lost[0] - lost[0])[judging[lesson.losses.pupils]])
-    return torch.cat(found)
+    return [kind for kind in found if len(kind)]
 
 
 def enough_users(users: Statistics) -> bool:
@@ -245,9 +250,11 @@ def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Ki
     lessons = [Lesson.of(SilenceLosses(known, prior.noise, users, kind, target), generator) for target in range(KINDS)]
     # Each half of the users, of each kind as many, judges what the other half chose.
     half = ((member.cumsum(0) * member).sum(-1) % 2).bool()  # [U]
-    saved = torch.cat([_saved(lessons, badly_teaching(lessons, judges), ~judges) for judges in (half, ~half)])
+    parts = [part for judges in (half, ~half) for part in _saved(lessons, badly_teaching(lessons, judges), ~judges)]
+    saved = torch.cat(parts)  # [U] at most
+    missed = sum(len(part) for part in parts if part.mean() < 0) / len(saved)
     gain = torch.stack([saved.mean(), saved.std() / len(saved) ** 0.5]).nan_to_num(0.0)
     weights = torch.ones_like(centres[:, 0])
-    if bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
+    if missed <= MISSED and bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
         weights = (~badly_teaching(lessons, torch.ones_like(half))).double()
     return Kinds(centres, weights, prior, gain)
