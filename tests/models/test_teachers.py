@@ -203,7 +203,42 @@ class TestKinds:
         assert teaching(shared, few).all(), "too few would be left"
 
 
+def believers(contrary: int) -> UserBatch:
+    """Users who like the first input, and some, the last of 120, who say the opposite."""
+    random = torch.Generator().manual_seed(3)
+    features = torch.randn(120, 16, 2, generator=random)
+    rewards = (0.3 + 0.2 * features[..., 0] + 0.05 * torch.randn(120, 16, generator=random)).clamp(0, 1)
+    rewards[120 - contrary :] = 1 - rewards[120 - contrary :]
+    ones = torch.ones(120)
+    return UserBatch(
+        features=features,
+        rewards=rewards,
+        valid=torch.ones(120, 16, dtype=torch.bool),
+        events=16 * ones.long(),
+        draw=0 * ones.long(),
+        weight=ones,
+        phi=torch.zeros(120, 16, PosteriorLearner(small(), 2).noted),
+        epochs=torch.zeros(120, 16, dtype=torch.int64),
+        starts=torch.zeros(120, 0),
+    )
+
+
 class TestLearner:
+    def test_bad_teachers_have_no_part_in_what_is_shared(self) -> None:
+        """Unless groups tell users apart, or it is not wanted: then all is as if nobody had looked."""
+        batch = believers(36)
+
+        def prior_of(guard: float, **changes: bool) -> Tensor:
+            learner = PosteriorLearner(small(groups=False, trunk=False, memory=False, **changes), 2)
+            shared = learner.initial_shared() | {"guard": torch.tensor(guard, dtype=torch.float64)}
+            derived = learner.derive(shared, [batch], 1_000, 120 * 16)
+            assert all(bool(tensor.isfinite().all()) for tensor in derived.values())
+            return derived["prior_covariance"][:2, :2]  # of the level, and of the first input
+
+        careful, everybody = prior_of(0.0), prior_of(0.0, teaching=False)
+        assert careful.trace() < 0.1 * everybody.trace(), "a prior that need not allow for the opposite"
+        torch.testing.assert_close(prior_of(1.0), everybody)
+
     def test_says_who_teaches_once_kinds_are_told_apart(self) -> None:
         learner = PosteriorLearner(small(), 2)
         shared = learner.initial_shared()
