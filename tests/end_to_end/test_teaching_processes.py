@@ -1,0 +1,78 @@
+"""Who teaches, in real processes: users who say the opposite of the rest are found out by the worker, and whoever
+administers the service sees it and can ask who helps a cluster."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from bench.deployment import Deployment
+
+#: With the 512th reward, when kinds are looked for, everybody has six.
+USERS, CONTRARY, ARMS, ROUNDS = 80, 20, 2, 4
+FOUND_WITHIN_S = 120.0
+
+
+def let_learn(client: httpx.Client, random: np.random.Generator) -> None:
+    """Show everybody all arms of some offers; those who come first like what the others do not."""
+    for _ in range(ROUNDS):
+        offers = random.normal(size=(USERS, ARMS, 2))
+        rewards = np.clip(0.4 + 0.3 * offers[..., 0] + 0.05 * random.normal(size=(USERS, ARMS)), 0, 1)
+        rewards[:CONTRARY] = 1 - rewards[:CONTRARY]
+        asked = [
+            {
+                "user_id": f"user {user}",
+                "arms": [{"id": str(arm), "features": offers[user, arm].tolist()} for arm in range(ARMS)],
+                "k": ARMS,
+            }
+            for user in range(USERS)
+        ]
+        answer = client.post("/recommend/batch", json={"requests": asked})
+        assert answer.status_code == 200, answer.text
+        events = [
+            {"decision_id": each["decision"]["decision_id"], "arm_id": str(arm), "reward": float(rewards[user, arm])}
+            for user, each in enumerate(answer.json()["results"])
+            for arm in range(ARMS)
+        ]
+        assert client.post("/feedback", json={"events": events}).json()["accepted"] == len(events)
+
+
+def eventually(client: httpx.Client, path: str, field: str, *, state: str | None = None) -> dict[str, Any]:
+    """What a call answers once a field of it is there, or has this value."""
+    end = time.monotonic() + FOUND_WITHIN_S
+    while True:
+        shown: dict[str, Any] = client.get(path).json()
+        if shown[field] is not None and (state is None or shown[field] == state):
+            return shown
+        assert time.monotonic() < end, shown
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(240)
+def test_who_teaches(tmp_path: Path) -> None:
+    with (
+        Deployment(tmp_path, {"METABAN_PARTITIONS": "2"}) as service,
+        httpx.Client(base_url=service.url, timeout=60) as client,
+    ):
+        assert client.get("/admin/transfer").json()["teaching"] is None
+        let_learn(client, np.random.default_rng(7))
+        taught = eventually(client, "/admin/transfer", "teaching")["teaching"]
+        assert taught["clusters"] == len(taught["weights"])
+        assert set(taught["weights"]) == {0.0, 1.0}, taught
+        assert taught["gain"] > 2 * taught["gain_error"] > 0
+
+        target = taught["weights"].index(1.0)
+        asked = client.post("/admin/transfer", json={"cluster": target})
+        assert asked.status_code == 202, asked.text
+        result = eventually(client, f"/admin/transfer/{asked.json()['id']}", "state", state="done")["result"]
+        users = {source["cluster"]: source["users"] for source in result["sources"]} | {
+            target: result["target"]["users"]
+        }
+        silent = [users[cluster] for cluster, weight in enumerate(taught["weights"]) if not weight and cluster in users]
+        assert sum(silent) == CONTRARY
+        assert sum(users.values()) == USERS
