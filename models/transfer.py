@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
 #: Ridges to choose from, as shares of how often a source is met.
@@ -121,6 +120,8 @@ def fit_surrogate(members: Tensor, losses: Tensor, settings: TransferSettings) -
         error = float((x[judges] @ before.coefficients - y[judges]).square().mean())
     fit = _Ridge(x, y, ridge)
     spread = (fit.residual * fit.inverse.diagonal()).clamp_min(0).sqrt()  # [k]
+    from scipy.special import stdtrit  # every process would load it as it starts, and few ever ask
+
     quantile = float(stdtrit(max(1.0, len(y) - fit.freedom), 0.5 + settings.confidence / 2))
     return Surrogate(
         intercept,
