@@ -6,8 +6,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-#: Examples of a property that fits users of a small world each time. METABAN_TEST_EXAMPLES looks for longer.
-EXAMPLES = int(os.environ.get("METABAN_TEST_EXAMPLES", "30"))
+#: Examples of a property that fits users of a small world each time. PROPERTY_EXAMPLES looks for longer.
+EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "30"))
 PROPERTY = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
