@@ -38,6 +38,9 @@ lint: $(VENV)/.development ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Empty is "no": tests are rewritten for their assertions once, not by every process of every run.
+test test-cluster: export PYTHONDONTWRITEBYTECODE :=
+
 test: lint ## lint, types and every test
 	$(BIN)/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 

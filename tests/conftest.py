@@ -32,6 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "single_node(reason): has no meaning on a cluster")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many again as there are cores: much of what tests take is waiting for processes, leases and streams."""
+    cores = os.cpu_count() or 1
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", cores + (cores + 1) // 2))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("single_node")
@@ -53,7 +60,7 @@ def valkey_url() -> Iterator[str]:
             stdout=subprocess.DEVNULL,
         )
         client = sync_redis.Redis(unix_socket_path=str(socket))
-        for _ in range(500):
+        for _ in range(3_000):
             try:
                 client.ping()
                 break

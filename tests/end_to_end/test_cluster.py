@@ -17,7 +17,7 @@ from bench.deployment import Deployment
 from bench.environments import SyntheticGroups
 from store.keys import NamespaceKeys
 from tests.end_to_end.test_crashes import eventually, tell
-from tests.end_to_end.test_loop import play_over_http
+from tests.end_to_end.test_loop import PATIENT_WAITS, play_over_http
 from tests.valkeys import DURABLE, ValkeyCluster, running_cluster
 
 PARTITIONS = 16
@@ -55,7 +55,7 @@ def test_rewards_are_learned_once_although_a_server_dies(tmp_path: Path) -> None
     world = SyntheticGroups(seed=3)
     with (
         running_cluster(tmp_path / "servers", *DURABLE) as cluster,
-        Deployment(tmp_path, {"REDIS_URL": cluster.url}, "--no-worker") as service,
+        Deployment(tmp_path, {**PATIENT_WAITS, "REDIS_URL": cluster.url}, "--no-worker") as service,
         running_worker(tmp_path, cluster.url),
         httpx.Client(base_url=service.url, timeout=30) as client,
     ):

@@ -14,7 +14,7 @@ from redis import Redis
 
 from bench.deployment import Deployment
 from bench.environments import SyntheticGroups
-from tests.end_to_end.test_loop import play_over_http
+from tests.end_to_end.test_loop import PATIENT_WAITS, play_over_http
 
 HEAL_S = 30.0
 
@@ -53,7 +53,7 @@ def tell(client: httpx.Client, decision: str) -> bool:
 
 def test_a_killed_worker_and_a_killed_store_lose_nothing(tmp_path: Path) -> None:
     world = SyntheticGroups(seed=3)
-    settings = {"METABAN_DURABILITY": "always"}
+    settings = {**PATIENT_WAITS, "METABAN_DURABILITY": "always"}
     with (
         Deployment(tmp_path, settings) as service,
         httpx.Client(base_url=service.url, timeout=30) as client,
@@ -86,7 +86,7 @@ def test_a_killed_worker_and_a_killed_store_lose_nothing(tmp_path: Path) -> None
 
 
 def test_a_killed_parent_leaves_nothing_that_hinders_the_next_start(tmp_path: Path) -> None:
-    service = Deployment(tmp_path, {"METABAN_DURABILITY": "always"})
+    service = Deployment(tmp_path, {**PATIENT_WAITS, "METABAN_DURABILITY": "always"})
     service.start()
     with httpx.Client(base_url=service.url, timeout=30) as client:
         play_over_http(client, SyntheticGroups(seed=3), 0, 10)

@@ -25,6 +25,7 @@ from store.namespaces import Namespaces
 from store.rewards import RewardEvent
 from store.starts import Start
 from store.transfer import TransferQuestion, TransferStore
+from tests.end_to_end.test_loop import PATIENT_WAITS
 
 USERS = ("anna.q7x-kowalska", "bela.z3v-lugosi", "carl.w9k-sagan")
 INPUTS = 3
@@ -41,6 +42,7 @@ TOMBSTONE_PLACES = 3
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
     """A service whose candidate pool is smaller than its number of users, and which logs all it can."""
     settings = {
+        **PATIENT_WAITS,
         "METABAN_PRESET": "paper",
         "METABAN_WIDTH": "6",
         "METABAN_PARTITIONS": str(KEYS.partitions),

@@ -18,6 +18,8 @@ from models.exploration import build_policy
 from models.settings import named_settings
 from service.settings import Settings, learner_settings
 
+#: Longer than the usual time, below that of the clients here: how soon a busy machine learns is not asked.
+PATIENT_WAITS = {"METABAN_WAIT_APPLIED_TIMEOUT_S": "25"}
 SEED = 7
 ROUNDS = 600
 LAST = 100
@@ -25,7 +27,7 @@ LAST = 100
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    service = Deployment(tmp_path)
+    service = Deployment(tmp_path, PATIENT_WAITS)
     with service:
         yield service
 
@@ -125,7 +127,7 @@ def test_the_loop_learns_and_survives_a_restart_of_everything(deployment: Deploy
 )
 def test_what_is_benchmarked_is_what_is_served(tmp_path: Path, preset: str, policy: str, rounds: int) -> None:
     with (
-        Deployment(tmp_path, {"METABAN_PRESET": preset, "METABAN_POLICY": policy}) as service,
+        Deployment(tmp_path, {**PATIENT_WAITS, "METABAN_PRESET": preset, "METABAN_POLICY": policy}) as service,
         httpx.Client(base_url=service.url, timeout=30) as client,
     ):
         served = [play.arm for play in play_over_http(client, SyntheticGroups(seed=SEED), 0, rounds)]

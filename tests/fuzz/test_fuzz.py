@@ -13,7 +13,7 @@ EXAMPLES = 130
 SEED = 1
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_every_answer_is_as_the_document_says(tmp_path: Path) -> None:
     with Deployment(tmp_path) as service:
         findings = fuzz(service.url, examples=EXAMPLES, seed=SEED)

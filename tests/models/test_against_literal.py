@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 
 import models.metaban
 from models.metaban import PaperLearner
+from tests.models.properties import PROPERTY
 from tests.models.worlds import (
     OUTSIDER,
     STRANGER,
@@ -34,8 +35,6 @@ from tests.models.worlds import (
     stack,
     worlds,
 )
-
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @PROPERTY

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor
 
 from models.arrays import as_arrays
@@ -22,12 +22,12 @@ from models.slates import Slates
 from models.trunk import Trunk
 from tests.models.posterior_worlds import WIDE, Scene, fitted, generator_of, kinds, query_of, scenes, small, taught
 from tests.models.posterior_worlds import sharing as with_common
+from tests.models.properties import PROPERTY
 from tests.models.worlds import World, pool_of, worlds
 from tests.models.worlds import fitted_states as paper_states
 from tests.models.worlds import query_of as paper_query
 from tests.models.worlds import shared_of as paper_shared
 
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 #: Of a central difference in float64: its own error is of the order of STEP².
 STEP, TOLERANCE = 1e-6, 1e-6
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from models.arrays import as_arrays, numpy_kind
 from models.learner import Query, Scores, State, UserBatch
@@ -31,9 +31,9 @@ from tests.models.posterior_worlds import (
     small,
     taught,
 )
+from tests.models.properties import PROPERTY
 from tests.models.worlds import single
 
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 #: What scores have of every arm; draws are in test_drawing.py.
 JUDGED = ("mean", "bonus", "group_size", "phi", "sigma")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from models.posterior import PosteriorLearner
 from tests.models.literal_posterior import shown
@@ -32,9 +32,9 @@ from tests.models.posterior_worlds import (
     some_of,
     taught,
 )
+from tests.models.properties import PROPERTY
 from tests.models.worlds import close, single
 
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 #: A distance this near to where agreement ends may fall on either side of it.
 TIE = {torch.float64: 1e-10, torch.float32: 1e-4}

@@ -71,7 +71,7 @@ def hold_load(users: UserStore, about: str) -> tuple[asyncio.Event, asyncio.Even
         found = await load(ids)
         if about in ids and not come.is_set():
             come.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await passing.wait()
         return found
 

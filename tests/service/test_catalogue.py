@@ -296,7 +296,7 @@ class TestOutages:
                         answer = await engine.recommend(choose(k=9, exclude=frozenset("a")))
                         assert (answer.logged, chosen(answer)) == (False, {"b", "c"})
         finally:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await first.stop()
                 await second.stop()
 

@@ -104,7 +104,7 @@ def methods_of(kind: type) -> dict[str, str]:
 
 def test_both_clients_have_the_same_methods() -> None:
     kinds = [name for name in vars(clients) if hasattr(clients, f"Async{name}")]
-    assert len(kinds) == 9
+    assert len(kinds) == 10
     for name in kinds:
         assert methods_of(getattr(clients, name)) == methods_of(getattr(clients, f"Async{name}"))
     assert list(inspect.signature(Metaban("http://host").recommend).parameters)[:2] == ["user_id", "arms"]

@@ -69,5 +69,5 @@ async def test_one_primary_away(cluster: ValkeyCluster, monkeypatch: pytest.Monk
         await soon(only_these_are_behind)
         assert (await engine.readiness())["store"].ok
     finally:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await engine.stop()

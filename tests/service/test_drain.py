@@ -15,7 +15,7 @@ from service import drain
 from service.drain import DrainingServer, turn_away
 from service.protocol import BoundedProtocol
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 ASK_SLOWLY = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -46,7 +46,7 @@ async def make_engine(redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyP
 
     yield make
     for engine in made:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await engine.stop()
 
 

@@ -44,7 +44,7 @@ def hold_puts(engine: Engine, *, times: int) -> Held:
         held.incarnations.append(decision.incarnation)
         if len(held.incarnations) <= times:
             held.come.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await held.passing.wait()
             held.passing.clear()
         return await put(decision, **more)

@@ -160,7 +160,7 @@ class TestKillSwitch:
             stuck = asyncio.create_task(http.patch("/admin/config", json={"alpha": 0.7}))
             try:
                 await asyncio.sleep(0.1)  # it waits for the learner to go by that
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     await patched(http, serving="baseline")
                     for name in ("u", "somebody", "new"):
                         theirs = {**ask, "user_id": name, "decision_id": f"of-{name}"}

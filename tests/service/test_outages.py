@@ -45,7 +45,7 @@ async def make_engine(valkey: OwnValkey, monkeypatch: pytest.MonkeyPatch) -> Asy
 
     yield make
     for engine in made:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await engine.stop()
 
 

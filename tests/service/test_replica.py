@@ -40,7 +40,7 @@ async def watch(shop: Workshop) -> AsyncIterator[Callable[..., Watched]]:
 
     yield make
     for watched in made:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await watched.replica.stop()
 
 
@@ -147,7 +147,7 @@ class TestFollowing:
         watched = watch()
         await watched.replica.start()
         await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await watched.replica.stop()
         assert all(task.done() for task in watched.replica._tasks)
 
@@ -355,7 +355,7 @@ class TestWaiting:
         watched = watch()
         await watched.replica.start()
         waits = [watched.replica.wait_applied(0, f"{number}-0", 0.02) for number in (1, 2, 2, 3)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await asyncio.gather(*waits) == [False] * 4
         assert watched.replica._done.awaited == 0
 

@@ -59,7 +59,7 @@ async def all_waiting(*requests: Any) -> list[asyncio.Task[ArmScores]]:
 
 
 async def answers(tasks: Sequence[asyncio.Task[ArmScores]]) -> list[Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -129,7 +129,7 @@ async def test_too_many_waiting_are_turned_away(busy: tuple[Executor, Event], mo
 
 async def test_a_batch_that_fails_is_told_and_the_next_is_scored(compute: Executor) -> None:
     scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(RuntimeError):
             await scorer.score(BROKEN)
         assert isinstance(await scorer.score(ask(1)), ArmScores)
@@ -165,6 +165,6 @@ async def test_after_the_end_requests_fail_and_do_not_wait() -> None:
     compute = ThreadPoolExecutor(max_workers=1)
     compute.shutdown()
     scorer = Scorer(watched()[0], compute, Metrics().of("shop"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(RuntimeError):
             await scorer.score(ask(1))

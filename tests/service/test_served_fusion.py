@@ -54,7 +54,7 @@ async def engine(valkey: OwnValkey, store: Redis, monkeypatch: pytest.MonkeyPatc
     await publish(store, namespace="shop")
     await serves(engine, 1)
     yield engine
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await engine.stop()
 
 
@@ -172,7 +172,7 @@ async def test_while_the_store_is_away(engine: Engine, store: Redis, valkey: Own
     await decide(engine, "ann", ANN)
     valkey.pause()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             new, known = await decide(engine, "bob", ANN), await decide(engine, "ann")
     finally:
         valkey.resume()

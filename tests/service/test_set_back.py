@@ -47,7 +47,7 @@ async def watched(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     watched = Watched(shop)
     await watched.replica.start()
     yield watched
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await watched.replica.stop()
 
 

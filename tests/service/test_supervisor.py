@@ -14,7 +14,7 @@ import pytest
 
 from service.supervisor import Supervisor
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 #: Writes a line at its start and one for SIGTERM.
 CHILD = """
 import os, pathlib, signal, sys, time

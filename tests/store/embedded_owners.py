@@ -33,7 +33,7 @@ time.sleep(60)
 """
 
 
-def until(condition: Callable[[], object], *, within_s: float = 10.0) -> None:
+def until(condition: Callable[[], object], *, within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -21,7 +21,7 @@ Open = Callable[..., Store]
 NODES = 3
 #: One key in each third of the slots.
 KEYS = ["k3", "k1", "k0"]
-SOON_S = 20.0
+SOON_S = 40.0
 
 
 @pytest.fixture(scope="module")

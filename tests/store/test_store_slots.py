@@ -205,12 +205,12 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Redis]:
     server = subprocess.Popen([get_binary_path(), *flags], stdout=subprocess.DEVNULL)  # noqa: ASYNC220
     client = Redis.from_url(f"unix://{path}")
     try:
-        for _ in range(500):
+        for _ in range(3_000):
             if path.exists():
                 break
             await asyncio.sleep(0.01)
         await client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-        for _ in range(500):
+        for _ in range(3_000):
             if b"cluster_state:ok" in await client.execute_command(b"CLUSTER", "INFO"):
                 break
             await asyncio.sleep(0.01)

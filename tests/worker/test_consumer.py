@@ -51,7 +51,7 @@ async def at_work(shop: Workshop, *names: str, watch: list[int] | None = None) -
         assert not any(task.done() for task in tasks), [task for task in tasks if task.done()]
     finally:
         shop.stopping.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await asyncio.gather(*tasks)
 
 
@@ -117,7 +117,7 @@ class TestReading:
             return outcome
 
         publisher.publish = stopped_meanwhile  # type: ignore[method-assign]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await shop.consumer("c1", publisher=publisher).run()
         assert (await shop.pending(), await total(shop)) == (0, 10)
 
@@ -142,7 +142,7 @@ class TestReading:
         running = asyncio.create_task(shop.consumer().run())
         await shop.redis.flushall()
         with pytest.raises(StoreReset):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 30)
 
 
 class TestTakingOver:

@@ -68,7 +68,7 @@ async def all_waiting(*errands: Any) -> list[asyncio.Task[Any]]:
 
 
 async def answers(tasks: Sequence[asyncio.Task[Any]]) -> list[Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 

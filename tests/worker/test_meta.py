@@ -256,7 +256,7 @@ class TestLease:
         await asyncio.gather(*(meta._tick() for meta in metas))
         for total in (16, 32, 64):
             await shop.learn({f"user {total}": total - sum((await shop.versions()).values())}, first=total)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await asyncio.gather(*(meta._tick() for meta in metas))
         assert await published(shop) == [0, 1, 2, 3]
         await everyone_is_fitted(shop, 3)
@@ -304,7 +304,7 @@ class TestRunning:
 
     async def stop(self, shop: Workshop, running: asyncio.Task[None]) -> None:
         shop.stopping.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await running
 
     async def test_applied_events_wake_it(self, shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

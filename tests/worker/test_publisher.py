@@ -23,7 +23,7 @@ def held_before_apply(shop: Workshop) -> tuple[UserStore, asyncio.Event, asyncio
 
     async def late(*arguments: Any) -> int:
         come.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await passing.wait()
         return await apply(*arguments)
 
@@ -133,7 +133,7 @@ class TestRaces:
             )
             for c in range(5)
         ]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await asyncio.gather(*(shop.publisher(f"c{c}").publish(0, share) for c, share in enumerate(shares)))
         assert sum((await shop.versions()).values()) == 50
         assert (await shop.users.counters())["applied"] == 50

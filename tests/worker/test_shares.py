@@ -50,7 +50,7 @@ class Worker:
 
     async def stop(self) -> None:
         self.stopping.set()
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, 30)
 
 
 @asynccontextmanager
@@ -142,4 +142,4 @@ async def test_a_lost_store_ends_it(open_workshop: OpenWorkshop) -> None:
     await soon(lambda: shared_by(shop, "a"))
     await shop.redis.flushall()
     with pytest.raises(StoreReset):
-        await asyncio.wait_for(worker.task, 10)
+        await asyncio.wait_for(worker.task, 30)

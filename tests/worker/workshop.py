@@ -33,7 +33,7 @@ from worker.publisher import Publisher
 INPUTS = 3
 NAME = "shop"
 #: Longest wait for something that has to happen.
-SOON_S = 15.0
+SOON_S = 45.0
 CPU = torch.device("cpu")
 
 
