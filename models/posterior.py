@@ -373,7 +373,8 @@ class PosteriorLearner(Learner):
             kinds = measured_kinds(everyone, users, self.settings.seed + total_events)
         if not (self.settings.teaching and enough_users(users) and kinds.any_silent):
             return everyone, kinds, weights
-        teaching = weights * kinds.weights_of(users)  # [U]
+        # Where groups foresee rewards better, users are told apart already, and learn from their own.
+        teaching = torch.where(derived["guard"] < 0.5, weights * kinds.weights_of(users), weights)  # [U]
         for _ in range(steps):
             prior = prior.improved(users, teaching)
         return prior, kinds, teaching

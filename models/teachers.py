@@ -7,7 +7,8 @@ kind as the target, with the other kinds as sources. Since by default all of the
 taught. A kind whose silence would save the median user of the others more than γ is silenced, if that helps users who
 had no part in the choice.
 
-This trusts the many. Whoever is silenced still learns from their own rewards, but starts from what the others want.
+This trusts the many, and only where groups do not tell users apart anyway (the guard λ of `models.upkeep`). Whoever is
+silenced still learns from their own rewards, but starts from what the others want.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ CLUSTERINGS: Final = 4
 #: Rounds of Lloyd's algorithm.
 LLOYD_ROUNDS: Final = 16
 #: Kinds that are silent at once in a set.
-SUBSETS: Final = TransferSettings(subset_size=2, subsets_per_source=4)
+SUBSETS: Final = TransferSettings(subset_size=2, subsets_per_source=4, ridge=1e-4)
 #: γ, in nats: what a kind costs the median user of the others before it is silenced.
 WORST: Final = 0.25
 #: What is saved on users held out has to be this much at least, in nats a user, and so many standard errors above 0.
 LEAST_GAIN: Final = 0.15
 GUARD_ERRORS: Final = 2.0
+#: Share of the users who may be silenced, and of those who go on who may be of kinds that lose by it: users who are
+#: missed are a group like others, and no bad teachers.
+FEW: Final = 1 / 3
+MISSED: Final = 0.1
 
 
 @final
@@ -130,14 +135,16 @@ def cluster(points: Tensor, weights: Tensor, count: int, generator: torch.Genera
 class SilenceLosses(SubsetLosses):
     """f_t of a kind t, of sets of other kinds that are silent."""
 
-    def __init__(self, prior: Prior, users: Statistics, kind: Tensor, target: int) -> None:
-        """Users are of kinds [U]."""
+    def __init__(
+        self, known: tuple[Tensor, Tensor], noise: Tensor, users: Statistics, kind: Tensor, target: int
+    ) -> None:
+        """Users are of kinds [U], and known by posteriors: means [U, D] and covariances [U, D, D]."""
         self.sources = KINDS - 1
         self.others = torch.tensor([each for each in range(KINDS) if each != target])  # [k]
         #: Rows of the users of kind t [u].
         self.pupils = torch.nonzero(kind == target).squeeze(-1)
-        self._users, self._noise = users.rows(self.pupils), prior.noise
-        self._mean, self._covariance = prior.posterior(users.gram, users.moment)  # [U, D], [U, D, D]
+        self._users, self._noise = users.rows(self.pupils), noise
+        self._mean, self._covariance = known
         self._member = torch.nn.functional.one_hot(kind, KINDS).mT.double()  # [K, U]
 
     def validation(self, members: Tensor) -> Tensor:
@@ -179,11 +186,15 @@ class Lesson:
 
 
 def badly_teaching(lessons: Sequence[Lesson], choosing: Tensor) -> Tensor:
-    """Kinds [K] that cost the median user of the others more than γ, as some of the users say [U]."""
+    """Kinds [K] that cost the median user of the others more than γ, as some of the users say [U].
+
+    Nobody, if a third of the users or more would be silenced: then there are no many to trust.
+    """
     cost = torch.stack([lesson.cost(choosing) for lesson in lessons])  # [target, source]
     size = torch.stack([choosing[lesson.losses.pupils].sum() for lesson in lessons]).double()  # [K]
     others = 1 - torch.eye(KINDS, dtype=torch.float64)
-    return torch.stack([_median(cost[:, each], size * others[each]) for each in range(KINDS)]) > WORST
+    found = torch.stack([_median(cost[:, each], size * others[each]) for each in range(KINDS)]) > WORST
+    return found & (size[found].sum() < FEW * size.sum())
 
 
 def _median(values: Tensor, weights: Tensor) -> Tensor:
@@ -192,13 +203,13 @@ def _median(values: Tensor, weights: Tensor) -> Tensor:
     return ordered[(weights[order].cumsum(0) >= weights.sum() / 2).int().argmax()]
 
 
-def _saved(lessons: Sequence[Lesson], silent: Tensor, judging: Tensor) -> Tensor:
-    """What users who judge [U], of the kinds that go on, would save [u], in nats, if the others [K] were silent."""
+def _saved(lessons: Sequence[Lesson], silent: Tensor, judging: Tensor) -> list[Tensor]:
+    """What users who judge [U], of each kind that goes on, would save [u], in nats, if the others [K] were silent."""
     found = []
     for lesson in (lesson for lesson, ends in zip(lessons, silent.tolist(), strict=True) if not ends):
         lost = lesson.losses.held_out(silent[lesson.losses.others].unsqueeze(0))  # [1, u]
         found.append((lesson.lost[0] - lost[0])[judging[lesson.losses.pupils]])
-    return torch.cat(found)
+    return [kind for kind in found if len(kind)]
 
 
 def enough_users(users: Statistics) -> bool:
@@ -217,26 +228,33 @@ def measured_kinds(prior: Prior, everyone: Statistics, seed: int) -> Kinds:
     if not enough_users(users):
         return Kinds.one(prior)
     generator = torch.Generator().manual_seed(seed)
-    found = [_measured(near, users, generator) for _ in range(CLUSTERINGS)]
+    try:
+        found = [_measured(near, users, generator) for _ in range(CLUSTERINGS)]
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # Of numbers at the end of their range nothing can be told.
+        return Kinds.one(prior)
     best = max(found, key=lambda kinds: float(kinds.gain[0]) * kinds.any_silent)
     device = prior.mean.device
     return Kinds(best.centres.to(device), best.weights.to(device), prior, best.gain.to(device))
 
 
 def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Kinds:
-    heads, _ = prior.posterior(users.gram, users.moment)  # [U, D]
+    known = prior.posterior(users.gram, users.moment)
+    heads = known[0]  # [U, D]
     values, vectors = torch.linalg.eigh(metric(users))
     points = heads @ (vectors * values.clamp_min(0).sqrt())  # [U, D]
     voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
     kind = cluster(points, voice, KINDS, generator)
     member = torch.nn.functional.one_hot(kind, KINDS).double()  # [U, K]
     centres = (member * voice.unsqueeze(-1)).mT @ heads / (member.mT @ voice).unsqueeze(-1).clamp_min(1e-9)  # [K, D]
-    lessons = [Lesson.of(SilenceLosses(prior, users, kind, target), generator) for target in range(KINDS)]
+    lessons = [Lesson.of(SilenceLosses(known, prior.noise, users, kind, target), generator) for target in range(KINDS)]
     # Each half of the users, of each kind as many, judges what the other half chose.
     half = ((member.cumsum(0) * member).sum(-1) % 2).bool()  # [U]
-    saved = torch.cat([_saved(lessons, badly_teaching(lessons, judges), ~judges) for judges in (half, ~half)])
-    gain = torch.stack([saved.mean(), saved.std() / len(saved) ** 0.5])
+    parts = [part for judges in (half, ~half) for part in _saved(lessons, badly_teaching(lessons, judges), ~judges)]
+    saved = torch.cat(parts)  # [U] at most
+    missed = sum(len(part) for part in parts if part.mean() < 0) / len(saved)
+    gain = torch.stack([saved.mean(), saved.std() / len(saved) ** 0.5]).nan_to_num(0.0)
     weights = torch.ones_like(centres[:, 0])
-    if bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
+    if missed <= MISSED and bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
         weights = (~badly_teaching(lessons, torch.ones_like(half))).double()
     return Kinds(centres, weights, prior, gain)

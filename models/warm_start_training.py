@@ -1,10 +1,10 @@
 """Trains warm starts: a fusion model of users' heads by their profiles, and the guard that says how far to trust it.
 
 Sources are users with samples and a profile. Their heads are posteriors under the epoch's prior, from plain statistics:
-no warm start has a part in them, or fusion would be taught its own predictions. The guard holds a part of them out,
-fits on the others, and asks how well what is fused from their profiles alone foresees the rewards that the ones held
-out earned first, against the prior (`models/warm_start_guard.py`).
-
+no warm start has a part in them, or fusion would be taught its own predictions. Users who make others learn worse
+(`models/teachers.py`) are no sources. The guard holds a part of them out, fits on the others, and asks how well what is
+fused from their profiles alone foresees the rewards that the ones held out earned first, against the prior
+(`models/warm_start_guard.py`).
 
 Users keep their latest samples. Of one who has had more events than samples are kept, the first rewards are gone, and
 the oldest kept stand in for them.
@@ -27,6 +27,7 @@ from models.learner import Learner, State, UserBatch
 from models.plain_net import NetShape
 from models.posterior import PosteriorLearner
 from models.prior import Prior, Statistics, stored_prior
+from models.teachers import stored_kinds
 from models.upkeep import sample_weights
 from models.warm_start_guard import FirstRewards, judge
 from models.warm_starts import BASIS, FUSION, GuardReport, basis_names, standardised_profiles
@@ -93,6 +94,7 @@ def train_warm_starts(
     standard = torch.from_numpy(standardised_profiles(profiles.cpu().numpy(), centre, scale))
     prior = stored_prior({name: tensor.detach().cpu() for name, tensor in shared.items()})
     sources = gather(learner, shared, batches, standard)
+    taught = teaching(shared, sources.users)
     chosen = torch.randperm(len(sources.inputs), generator=torch.Generator().manual_seed(seed))[:INPUTS]
     inputs = sources.inputs[chosen]
     part = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % PARTS
@@ -102,18 +104,26 @@ def train_warm_starts(
     novelty = torch.zeros(count, dtype=torch.float64)
     for turn in range(turns):
         out = part == turn
-        others = sources.rows(torch.nonzero(~out).squeeze(1))
+        others = sources.rows(torch.nonzero(taught & ~out).squeeze(1))
         fit = _fit(prior, others, inputs, settings, seed, _share(tell, turn, turns + 1))
         said = Fusion(fit.state).predict(standard[out].float())
         heads[out], novelty[out] = said.mean.double(), said.novelty.double()
     report = judge(prior, sources.first.rows(held), heads[held])
-    fit = _fit(prior, sources, inputs, settings, seed, _share(tell, turns, turns + 1))
+    teachers = sources.rows(torch.nonzero(taught).squeeze(1))
+    fit = _fit(prior, teachers, inputs, settings, seed, _share(tell, turns, turns + 1))
     arrays: dict[str, NDArray[Any]] = {FUSION + name: tensor.numpy() for name, tensor in fit.state.to_dict().items()}
     arrays |= {BASIS + name: shared[name].detach().cpu().numpy() for name in basis_names(learner)}
     arrays |= {"profile_centre": centre, "profile_scale": scale, "prior_mean": prior.mean.numpy()}
     guarded = {"blend": report.blend, "trust": report.trust, "novelty": float(novelty[held].median())}
     arrays |= {name: np.array(value) for name, value in guarded.items()}
     return TrainedStarts(arrays, report)
+
+
+def teaching(shared: State, users: Statistics) -> Tensor:
+    """Of which users new ones learn [n] bool: of those who teach, or of everybody if those are too few."""
+    kinds = stored_kinds({name: tensor.detach().cpu() for name, tensor in shared.items()})
+    found = kinds.weights_of(users) > 0
+    return found if int(found.sum()) >= LEAST_SOURCES else torch.ones_like(found)
 
 
 def _share(tell: Callable[[float], None], done: int, total: int) -> Callable[[float], None]:

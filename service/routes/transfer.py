@@ -224,7 +224,8 @@ class TransferOut(BaseModel):
 
     jobs: list[JobSummaryOut] = Field(description="The newest first, at most 32.")
     teaching: TeachingOut | None = Field(
-        description="By the epoch that the process that answered serves; null until it tells clusters apart, and where its learner does not."
+        description="By the epoch that the process that answered serves; null until clusters are told apart, and where "
+        "the learner does not do that."
     )
 
 
