@@ -37,6 +37,8 @@ SHARE: Final = 0.3
 POISON_STREAM: Final = 30
 #: The claim: regret with weights, as a share of that without the poisoned.
 LIMIT: Final = 1.05
+#: λ of groups from which on everybody teaches, whatever the weights.
+GROUPS_FORESEE: Final = 0.5
 #: Rounds between two looks at who is silent, and between two points of a curve.
 LOOK_EVERY: Final = 250
 
@@ -93,10 +95,12 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Played:
     """What a trial came to: regret of each round [rounds], 0 in those of the poisoned; how many of the poisoned and of
-    the others were silent at each look [looks, 2]; and what that saves by the last epoch, with its standard error."""
+    the others were silent at each look [looks, 2], and λ of groups then [looks]; and what silence saves by the last
+    epoch, with its standard error."""
 
     regret: Vector
     silent: Counts
+    guard: Vector
     gain: float
     gain_error: float
     users: int
@@ -120,6 +124,7 @@ def play(trial: Trial) -> Played:
     poisoned = poisoned_users(trial.seed, world.users)
     regret, heard = np.zeros(trial.rounds), np.zeros(world.users, dtype=np.bool_)
     silent: list[list[int]] = []
+    guard: list[float] = []
     for number in range(trial.rounds):
         asked = world.next_round()
         if condition.present or not poisoned[asked.user]:
@@ -135,10 +140,11 @@ def play(trial: Trial) -> Played:
             users = np.flatnonzero(heard)
             quiet = silenced(method.loop, [f"user-{user}" for user in users.tolist()])
             silent.append([int((quiet & poisoned[users]).sum()), int((quiet & ~poisoned[users]).sum())])
+            guard.append(float(method.loop.teaching([])[1]["guard"]))
     learner, shared, _ = method.loop.teaching([])
     teaching = learner.teaching(shared)
     gain, error = (0.0, 0.0) if teaching is None else (teaching.gain, teaching.gain_error)
-    return Played(regret, np.array(silent), gain, error, world.users, int(poisoned.sum()))
+    return Played(regret, np.array(silent), np.array(guard), gain, error, world.users, int(poisoned.sum()))
 
 
 def _world(seed: int, data: Path | None) -> Environment:
@@ -146,10 +152,10 @@ def _world(seed: int, data: Path | None) -> Environment:
 
 
 def silenced(loop: LocalLoop, users: Sequence[str]) -> Flags:
-    """Which users teach nobody, by the epoch that is served [users]."""
+    """Which users will have no part in the next epoch, by the one that is served [users]."""
     learner, shared, batch = loop.teaching(users)
     teaching = learner.teaching(shared)
-    if teaching is None:
+    if teaching is None or float(shared["guard"]) >= GROUPS_FORESEE:
         return np.zeros(len(users), dtype=np.bool_)
     with torch.inference_mode():
         quiet: Flags = (teaching.weights[learner.kinds(shared, batch)] < 1).cpu().numpy()
@@ -198,6 +204,7 @@ def compared(by_label: Mapping[str, Sequence[Played]]) -> dict[str, Any]:
             "gain_error": [one.gain_error for one in played],
             "curve": np.mean([np.cumsum(one.regret)[_looks(one)] for one in played], axis=0).tolist(),
             "silent_by_look": silent.tolist(),
+            "guard_by_look": [one.guard.tolist() for one in played],
         }
     first = by_label[ABSENT.label][0]
     rounds = (_looks(first) + 1).tolist()
