@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -15,12 +12,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from scipy.stats import chi2
 
+from bench.cores import side_by_side
 from bench.environments import build_environment
 from bench.harness import LocalLoop
 from bench.methods import layout_of, shipped_settings
 from models.exploration import Policy, build_policy
 from models.settings import named_settings
-from models.threads import one_thread, use_threads
 from models.upkeep import DEVIATION, MEAN, REACH
 
 Vector = NDArray[np.float64]
@@ -135,14 +132,8 @@ def play(trial: Trial) -> Played:
 
 
 def play_all(trials: Sequence[Trial], console: Console) -> list[Played]:
-    """All trials in their order, one core each; in this process if there is only one core, or one trial."""
-    jobs = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(trials))
-    if jobs <= 1:
-        with one_thread():
-            return [_told(trial, play(trial), console) for trial in trials]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, use_threads, (1,)) as pool:
-        return [_told(trial, played, console) for trial, played in zip(trials, pool.map(play, trials), strict=True)]
+    """All trials in their order, one core each."""
+    return [_told(trial, played, console) for trial, played in zip(trials, side_by_side(play, trials), strict=True)]
 
 
 def _told(trial: Trial, played: Played, console: Console) -> Played:

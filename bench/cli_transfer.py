@@ -23,6 +23,7 @@ def transfer(
     [bold]linear[/]: related and unrelated sources of one linear vector. [bold]surrogate[/]: how well losses of sets are
     foretold, with MovieLens users as tasks. [bold]selection[/]: what targets lose with the sources that are chosen,
     against all, none, and those that first-order methods choose. [bold]speed[/]: sets at once against one by one.
+    [bold]poison[/]: what users lose by others whose rewards are turned around, with and without weights of teachers.
     """
     from bench.transfer import PARTS, measure_transfer
     from bench.transfer_plan import TransferPlan

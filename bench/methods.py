@@ -88,7 +88,8 @@ class LearnerMethod(Method):
         shipped = shipped_settings()
         pool = candidate_pool or shipped.candidate_pool
         policy = build_policy(shipped.policy, epsilon=shipped.epsilon, squarecb_gamma=shipped.squarecb_gamma)
-        self._loop = LocalLoop(
+        #: What decides and learns.
+        self.loop = LocalLoop(
             learner, policy, inputs=inputs, seed=seed, samples_kept=shipped.samples_kept, pool_max=pool
         )
         self._open: dict[int, tuple[str, Choice]] = {}
@@ -105,13 +106,13 @@ class LearnerMethod(Method):
         user = f"user-{asked.user}"
         # Rows of an array are as good as lists to the loop, and are not copied number by number.
         arms = cast(Sequence[Sequence[float]], asked.arms)
-        choice = self._loop.choose(user, arms, str(number), cast(Sequence[float] | None, asked.context))
+        choice = self.loop.choose(user, arms, str(number), cast(Sequence[float] | None, asked.context))
         self._open[number] = user, choice
         return choice.arm
 
     def learn(self, number: int, reward: float) -> None:
         user, choice = self._open.pop(number)
-        self._loop.learn(user, choice, reward)
+        self.loop.learn(user, choice, reward)
 
 
 @final

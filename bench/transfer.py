@@ -12,6 +12,7 @@ from bench.parts import Part, run_parts
 from bench.report import Report
 from bench.transfer_linear import measure_linear
 from bench.transfer_plan import TransferPlan
+from bench.transfer_poison import measure_poison
 from bench.transfer_selection import measure_selection
 from bench.transfer_speed import measure_speed
 from bench.transfer_surrogate import measure_surrogate
@@ -21,6 +22,7 @@ PARTS: Final[Mapping[str, Part[TransferPlan]]] = {
     "surrogate": measure_surrogate,
     "selection": measure_selection,
     "speed": measure_speed,
+    "poison": measure_poison,
 }
 
 

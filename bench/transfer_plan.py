@@ -34,8 +34,12 @@ class TransferPlan:
     #: Sets trained at once for their time, and of them one by one.
     timed: int = 400
     timed_alone: int = 20
+    #: Decisions while some users teach wrong things.
+    poison_rounds: int = 10_000
 
     def quick(self) -> TransferPlan:
         """Under two minutes."""
         small = replace(self, seeds=self.seeds[:1], linear_seeds=5, targets=2, judges=40, small_judges=20)
-        return replace(small, sources=30, timed_alone=5, dimensions=(10, 150), distances=(3.0, 1.5))
+        return replace(
+            small, sources=30, timed_alone=5, poison_rounds=2_000, dimensions=(10, 150), distances=(3.0, 1.5)
+        )
