@@ -37,8 +37,6 @@ SHARE: Final = 0.3
 POISON_STREAM: Final = 30
 #: The claim: regret with weights, as a share of that without the poisoned.
 LIMIT: Final = 1.05
-#: λ of groups from which on everybody teaches, whatever the weights.
-GROUPS_FORESEE: Final = 0.5
 #: Rounds between two looks at who is silent, and between two points of a curve.
 LOOK_EVERY: Final = 250
 
@@ -155,7 +153,7 @@ def silenced(loop: LocalLoop, users: Sequence[str]) -> Flags:
     """Which users will have no part in the next epoch, by the one that is served [users]."""
     learner, shared, batch = loop.teaching(users)
     teaching = learner.teaching(shared)
-    if teaching is None or float(shared["guard"]) >= GROUPS_FORESEE:
+    if teaching is None:
         return np.zeros(len(users), dtype=np.bool_)
     with torch.inference_mode():
         quiet: Flags = (teaching.weights[learner.kinds(shared, batch)] < 1).cpu().numpy()

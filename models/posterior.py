@@ -36,7 +36,7 @@ from models.offer import on_offer
 from models.posterior_parts import posterior_contributions
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, prior_state, stored_prior
 from models.settings import PosteriorSettings
-from models.teachers import Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
+from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
 from models.teaching import Teaching
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
@@ -329,7 +329,8 @@ class PosteriorLearner(Learner):
 
     def teaching(self, shared: State) -> Teaching | None:
         kinds = stored_kinds(shared)
-        return Teaching(kinds.weights, *kinds.gain.tolist()) if kinds.told_apart else None
+        weights = torch.where(shared["guard"] < GROUPS_FORESEE, kinds.weights, torch.ones_like(kinds.weights))
+        return Teaching(weights, *kinds.gain.tolist()) if kinds.told_apart else None
 
     def _watched(self, shared: State, samples: Samples) -> State:
         """After a change of tastes, samples from before it fade and the prior is learned from scratch."""
@@ -374,7 +375,7 @@ class PosteriorLearner(Learner):
         if not (self.settings.teaching and enough_users(users) and kinds.any_silent):
             return everyone, kinds, weights
         # Where groups foresee rewards better, users are told apart already, and learn from their own.
-        teaching = torch.where(derived["guard"] < 0.5, weights * kinds.weights_of(users), weights)  # [U]
+        teaching = torch.where(derived["guard"] < GROUPS_FORESEE, weights * kinds.weights_of(users), weights)  # [U]
         for _ in range(steps):
             prior = prior.improved(users, teaching)
         return prior, kinds, teaching

@@ -44,8 +44,10 @@ LEAST_GAIN: Final = 0.15
 GUARD_ERRORS: Final = 2.0
 #: Share of the users who may be silenced, and of those who go on who may be of kinds that lose by it: users who are
 #: missed are a group like others, and no bad teachers.
-FEW: Final = 1 / 3
-MISSED: Final = 0.1
+FEW: Final = 0.45
+MISSED: Final = 0.2
+#: λ from which on groups tell users apart, and everybody teaches.
+GROUPS_FORESEE: Final = 0.5
 
 
 @final
@@ -188,7 +190,7 @@ class Lesson:
 def badly_teaching(lessons: Sequence[Lesson], choosing: Tensor) -> Tensor:
     """Kinds [K] that cost the median user of the others more than γ, as some of the users say [U].
 
-    Nobody, if a third of the users or more would be silenced: then there are no many to trust.
+    Nobody, if nearly half of the users or more would be silenced: then there are no many to trust.
     """
     cost = torch.stack([lesson.cost(choosing) for lesson in lessons])  # [target, source]
     size = torch.stack([choosing[lesson.losses.pupils].sum() for lesson in lessons]).double()  # [K]

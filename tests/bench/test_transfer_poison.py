@@ -133,9 +133,9 @@ class TestPlay:
 
 class TestSilenced:
     @staticmethod
-    def loop(teaching: Teaching | None, guard: float = 0.0) -> LocalLoop:
+    def loop(teaching: Teaching | None) -> LocalLoop:
         """Users 0, 1, 2 … are of kinds 0, 1, 0, 1 …"""
-        shared = {"guard": torch.tensor(guard)}
+        shared: dict[str, torch.Tensor] = {}
         learner = SimpleNamespace(
             teaching=lambda shared: teaching, kinds=lambda shared, batch: torch.arange(len(batch)) % 2
         )
@@ -144,10 +144,6 @@ class TestSilenced:
     def test_whoever_is_of_a_kind_without_weight(self) -> None:
         found = silenced(self.loop(Teaching(torch.tensor([1.0, 0.0]), 0.3, 0.1)), ["a", "b", "c"])
         assert found.tolist() == [False, True, False]
-
-    def test_nobody_where_groups_foresee_rewards(self) -> None:
-        loop = self.loop(Teaching(torch.tensor([1.0, 0.0]), 0.3, 0.1), guard=0.5)
-        assert silenced(loop, ["a", "b"]).tolist() == [False, False]
 
     def test_nobody_before_kinds_are_told_apart(self) -> None:
         assert silenced(self.loop(None), ["a", "b"]).tolist() == [False, False]

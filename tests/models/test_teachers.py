@@ -256,3 +256,6 @@ class TestLearner:
         assert isinstance(told, Teaching)
         assert (told.kinds, told.gain, told.gain_error) == (KINDS, 0.5, 0.1)
         torch.testing.assert_close(told.weights, weights)
+        grouped = learner.teaching(shared | {"guard": torch.tensor(0.9, dtype=torch.float64)})
+        assert grouped is not None
+        assert grouped.weights.eq(1).all(), "groups tell users apart, and everybody teaches"
