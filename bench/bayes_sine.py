@@ -63,19 +63,10 @@ class Choice:
 
 
 #: Of least error on seeds that are not reported: what `metaban bench bayes --part tuning` prints.
+_TUNED: Final = Choice(0.01, Steps(10, 32))
 CHOSEN: Final[Mapping[str, Mapping[str, Choice]]] = {
-    "default": {
-        "MAML": Choice(0.01, Steps(16)),
-        "Reptile": Choice(0.01, Steps(10, 16)),
-        "GEM-BML": Choice(0.02, Steps(10, 10)),
-        "GEM-BML+": Choice(0.02, Steps(5, 16)),
-    },
-    "challenging": {
-        "MAML": Choice(0.02, Steps(5)),
-        "Reptile": Choice(0.01, Steps(10, 16)),
-        "GEM-BML": Choice(0.01, Steps(10, 16)),
-        "GEM-BML+": Choice(0.02, Steps(5, 16)),
-    },
+    "default": {"MAML": Choice(0.01, Steps(16)), "Reptile": _TUNED, "GEM-BML": _TUNED, "GEM-BML+": _TUNED},
+    "challenging": {"MAML": Choice(0.02, Steps(5)), "Reptile": _TUNED, "GEM-BML": _TUNED, "GEM-BML+": _TUNED},
 }
 
 
@@ -153,32 +144,38 @@ class Gem(Learner):
 @final
 @dataclass(frozen=True, slots=True)
 class Method:
-    """MAML, or a kind of GEM-BML."""
+    """MAML, or a kind of GEM-BML, whose variance rate is for all meta-updates together."""
 
     gem: GemSettings | None = None
 
-    def learner(self, start: Tensor, rates: Sequence[float], steps: Steps) -> Learner:
-        """Runs from networks [G, p], each at its own rate."""
+    def learner(self, start: Tensor, rates: Sequence[float], steps: Steps, meta_steps: int = 1) -> Learner:
+        """Runs from networks [G, p], each at its own rate, of so many meta-updates."""
         tensor = torch.tensor(rates)[:, None, None]  # [G, 1, 1]
         if self.gem is None:
             return Maml(start, tensor, steps.inner)
         # Half of a sum over ten points, over this noise, is their mean squared error; over another, so many times it.
-        point = self.gem.inner.point
-        noise = SHOTS / 2 if point else NOISE
-        inner = replace(self.gem.inner, steps=steps.inner, rate=tensor * 2 * noise / SHOTS)
-        settings = replace(self.gem, inner=inner, query_steps=steps.query)
-        return Gem(start, 1.0 if point else VARIANCE, settings, noise)
+        # Steps in units of deviations are as many times longer as variances are: the rate is one at the first variance.
+        noise, variance = (SHOTS / 2, 1.0) if self.gem.inner.point else (NOISE, VARIANCE)
+        inner = replace(self.gem.inner, steps=steps.inner, rate=tensor * 2 * noise / SHOTS / variance)
+        way = self.gem.variance_rate / meta_steps
+        return Gem(start, variance, replace(self.gem, inner=inner, query_steps=steps.query, variance_rate=way), noise)
 
 
-#: Variance of observations that posteriors assume, about that of the challenging setting, and of the prior at first.
-NOISE, VARIANCE = 5e-4, 1e-5
+#: Variance of observations that posteriors assume, and that of the prior at first.
+NOISE, VARIANCE = 5e-2, 1e-3
+#: What the rates of its logarithm add up to over all meta-updates: runs of other lengths end with like variances. The
+#: slopes of L[1] are the larger ones, being those of a task's whole way from the prior.
+VARIANCE_WAY, VARIANCE_WAY_PLUS = 0.5, 1.0
 _POINTS: Final = InnerSettings(point=True, prior_weight=0.0, cut=CUT)
-_NORMAL: Final = InnerSettings(prior_weight=0.1, sd_rate=0.1, cut_sd=1.0, cut=CUT * SHOTS / 2 / NOISE)
+#: Cut where MAML's and Reptile's slopes are, at the first variance.
+_NORMAL: Final = InnerSettings(
+    prior_weight=0.1, whitened=True, sd_rate=0.1, cut_sd=1.0, cut=CUT * SHOTS / 2 / NOISE * VARIANCE**0.5
+)
 METHODS: Final[Mapping[str, Method]] = {
     "MAML": Method(),
     "Reptile": Method(GemSettings(inner=_POINTS, rate=META_RATE, variance_rate=0.0)),
-    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=1e-5)),
-    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=1e-5)),
+    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_WAY)),
+    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_WAY_PLUS)),
 }
 
 
@@ -208,7 +205,7 @@ def train(
     starts = torch.stack([fresh_net(generator) for generator in generators])  # [G, p]
     judges = [torch.Generator().manual_seed(seed + 10_000) for seed in seeds]
     test = _stacked([draw(setting, judge, (plan.test_tasks,), JUDGED_POINTS) for judge in judges])
-    learner = method.learner(starts, rates, inner)
+    learner = method.learner(starts, rates, inner, steps)
     curve, at = [], []
     block: Batch | None = None
     for step in range(steps):

@@ -18,7 +18,7 @@ from bench.bayes_plan import BayesPlan
 from bench.bayes_sine import Choice, Steps
 from bench.bayes_tasks import CUT, SETTINGS, SHAPE, SHOTS, adapt, draw, errors, fresh_net, maml_gradient
 from bench.cli import bench_app
-from models.gem import gaussian_gradient
+from models.gem import GemSettings, gaussian_gradient
 from models.gem_inference import Gaussian
 
 
@@ -74,6 +74,23 @@ def test_points_of_gem_adapt_as_maml_does() -> None:
     learner = bayes_sine.METHODS["Reptile"].learner(start, [0.02], Steps(5, 5))
     *_, found = learner.adapted(batch, 3)
     torch.testing.assert_close(found, adapt(start[:, None].expand(1, 4, -1), batch, 0.02, 3), atol=1e-5, rtol=1e-4)
+
+
+def test_posteriors_take_first_steps_of_the_same_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In units of deviations, and with hardly any: a rate means what it means for MAML, whatever the first variance."""
+    monkeypatch.setattr(bayes_sine, "VARIANCE", 1e-12)
+    start, batch = fresh_net(randoms())[None], draw(SETTINGS[0], randoms(1), (1, 4))
+    learner = bayes_sine.METHODS["GEM-BML+"].learner(start, [0.02], Steps(5, 5))
+    (found,) = learner.adapted(batch, 1)
+    torch.testing.assert_close(found, adapt(start[:, None].expand(1, 4, -1), batch, 0.02, 1), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("meta_steps", [1, 40])
+def test_rates_of_variances_add_up_to_the_same(meta_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[GemSettings] = []
+    monkeypatch.setattr(bayes_sine, "Gem", lambda start, variance, settings, noise: seen.append(settings))
+    bayes_sine.METHODS["GEM-BML"].learner(fresh_net(randoms())[None], [0.02], Steps(5, 5), meta_steps)
+    assert seen[0].variance_rate * meta_steps == pytest.approx(bayes_sine.VARIANCE_WAY)
 
 
 @pytest.mark.parametrize("name", list(bayes_sine.METHODS))
