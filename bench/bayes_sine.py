@@ -28,7 +28,7 @@ from models.threads import one_thread
 #: Steps of adaptation after which errors are reported.
 ADAPT_STEPS: Final = (1, 5, 10)
 META_RATE: Final = 1e-3
-#: From this share of the meta-updates on, their rate falls to a tenth.
+#: From this share of the meta-updates on, their rates fall to a tenth.
 FALLS_FROM: Final = 0.7
 #: Points that errors are measured on, and how often a run is measured on its way.
 JUDGED_POINTS, CURVE_POINTS = 100, 10
@@ -86,6 +86,11 @@ class Learner(ABC):
     def optimiser(self) -> torch.optim.Optimizer:
         """What takes the meta-updates."""
 
+    def slow(self, share: float) -> None:
+        """Goes on at this share of the first rate."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = META_RATE * share
+
 
 @final
 class Maml(Learner):
@@ -119,13 +124,18 @@ class Gem(Learner):
 
     def __init__(self, start: Tensor, variance: float, settings: GemSettings, noise: float) -> None:
         self._trainer = MetaTrainer(Gaussian(start, torch.full_like(start, variance)), settings)
-        self._inner, self._noise = settings.inner, noise
+        self._inner, self._noise, self._variance_rate = settings.inner, noise, settings.variance_rate
         self._generator = torch.Generator().manual_seed(len(start))
 
     @property
     def optimiser(self) -> torch.optim.Optimizer:
         """Adam."""
         return self._trainer.optimiser
+
+    def slow(self, share: float) -> None:
+        """Goes on at this share of both first rates: the mean does not settle while steps still get longer."""
+        super().slow(share)
+        self._trainer.variance_rate = self._variance_rate * share
 
     def step(self, batch: Batch) -> None:
         """Adam along the meta-gradient."""
@@ -144,12 +154,12 @@ class Gem(Learner):
 @final
 @dataclass(frozen=True, slots=True)
 class Method:
-    """MAML, or a kind of GEM-BML, whose variance rate is for all meta-updates together."""
+    """MAML, or a kind of GEM-BML."""
 
     gem: GemSettings | None = None
 
-    def learner(self, start: Tensor, rates: Sequence[float], steps: Steps, meta_steps: int = 1) -> Learner:
-        """Runs from networks [G, p], each at its own rate, of so many meta-updates."""
+    def learner(self, start: Tensor, rates: Sequence[float], steps: Steps) -> Learner:
+        """Runs from networks [G, p], each at its own rate."""
         tensor = torch.tensor(rates)[:, None, None]  # [G, 1, 1]
         if self.gem is None:
             return Maml(start, tensor, steps.inner)
@@ -157,15 +167,13 @@ class Method:
         # Steps in units of deviations are as many times longer as variances are: the rate is one at the first variance.
         noise, variance = (SHOTS / 2, 1.0) if self.gem.inner.point else (NOISE, VARIANCE)
         inner = replace(self.gem.inner, steps=steps.inner, rate=tensor * 2 * noise / SHOTS / variance)
-        way = self.gem.variance_rate / meta_steps
-        return Gem(start, variance, replace(self.gem, inner=inner, query_steps=steps.query, variance_rate=way), noise)
+        return Gem(start, variance, replace(self.gem, inner=inner, query_steps=steps.query), noise)
 
 
 #: Variance of observations that posteriors assume, and that of the prior at first.
 NOISE, VARIANCE = 5e-2, 1e-3
-#: What the rates of its logarithm add up to over all meta-updates: runs of other lengths end with like variances. The
-#: slopes of L[1] are the larger ones, being those of a task's whole way from the prior.
-VARIANCE_WAY, VARIANCE_WAY_PLUS = 0.5, 1.0
+#: Rates of its logarithm. The slopes of L[1] are the larger ones, being those of a task's whole way from the prior.
+VARIANCE_RATE, VARIANCE_RATE_PLUS = 2e-4, 4e-4
 _POINTS: Final = InnerSettings(point=True, prior_weight=0.0, cut=CUT)
 #: Cut where MAML's and Reptile's slopes are, at the first variance.
 _NORMAL: Final = InnerSettings(
@@ -174,8 +182,8 @@ _NORMAL: Final = InnerSettings(
 METHODS: Final[Mapping[str, Method]] = {
     "MAML": Method(),
     "Reptile": Method(GemSettings(inner=_POINTS, rate=META_RATE, variance_rate=0.0)),
-    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_WAY)),
-    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_WAY_PLUS)),
+    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_RATE)),
+    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_RATE_PLUS)),
 }
 
 
@@ -205,7 +213,7 @@ def train(
     starts = torch.stack([fresh_net(generator) for generator in generators])  # [G, p]
     judges = [torch.Generator().manual_seed(seed + 10_000) for seed in seeds]
     test = _stacked([draw(setting, judge, (plan.test_tasks,), JUDGED_POINTS) for judge in judges])
-    learner = method.learner(starts, rates, inner, steps)
+    learner = method.learner(starts, rates, inner)
     curve, at = [], []
     block: Batch | None = None
     for step in range(steps):
@@ -215,8 +223,7 @@ def train(
             curve.append(_errors(learner, test)[:, -1].tolist())
             at.append(step)
         if step >= FALLS_FROM * steps:
-            for group in learner.optimiser.param_groups:
-                group["lr"] = META_RATE * (1 - 0.9 * (step / steps - FALLS_FROM) / (1 - FALLS_FROM))
+            learner.slow(1 - 0.9 * (step / steps - FALLS_FROM) / (1 - FALLS_FROM))
         if block is not None:
             learner.step(_of(block, step % BLOCK))
     found = _errors(learner, test)
