@@ -21,7 +21,7 @@ class BayesPlan:
     meta_tasks: int = 5
     test_tasks: int = 400
     #: Meta-updates of the runs that rates and numbers of steps are chosen by.
-    tuning_steps: int = 800
+    tuning_steps: int = 1_000
     #: Steps of inference after which meta-gradients are judged, and tasks of each seed.
     gradient_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     gradient_tasks: int = 100

@@ -28,7 +28,7 @@ from models.threads import one_thread
 #: Steps of adaptation after which errors are reported.
 ADAPT_STEPS: Final = (1, 5, 10)
 META_RATE: Final = 1e-3
-#: From this share of the meta-updates on, their rate falls to a tenth.
+#: From this share of the meta-updates on, their rates fall to a tenth.
 FALLS_FROM: Final = 0.7
 #: Points that errors are measured on, and how often a run is measured on its way.
 JUDGED_POINTS, CURVE_POINTS = 100, 10
@@ -63,19 +63,10 @@ class Choice:
 
 
 #: Of least error on seeds that are not reported: what `metaban bench bayes --part tuning` prints.
+_TUNED: Final = Choice(0.01, Steps(10, 32))
 CHOSEN: Final[Mapping[str, Mapping[str, Choice]]] = {
-    "default": {
-        "MAML": Choice(0.01, Steps(16)),
-        "Reptile": Choice(0.01, Steps(10, 16)),
-        "GEM-BML": Choice(0.02, Steps(10, 10)),
-        "GEM-BML+": Choice(0.02, Steps(5, 16)),
-    },
-    "challenging": {
-        "MAML": Choice(0.02, Steps(5)),
-        "Reptile": Choice(0.01, Steps(10, 16)),
-        "GEM-BML": Choice(0.01, Steps(10, 16)),
-        "GEM-BML+": Choice(0.02, Steps(5, 16)),
-    },
+    "default": {"MAML": Choice(0.01, Steps(16)), "Reptile": _TUNED, "GEM-BML": _TUNED, "GEM-BML+": _TUNED},
+    "challenging": {"MAML": Choice(0.02, Steps(5)), "Reptile": _TUNED, "GEM-BML": _TUNED, "GEM-BML+": _TUNED},
 }
 
 
@@ -94,6 +85,11 @@ class Learner(ABC):
     @abstractmethod
     def optimiser(self) -> torch.optim.Optimizer:
         """What takes the meta-updates."""
+
+    def slow(self, share: float) -> None:
+        """Goes on at this share of the first rate."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = META_RATE * share
 
 
 @final
@@ -128,13 +124,18 @@ class Gem(Learner):
 
     def __init__(self, start: Tensor, variance: float, settings: GemSettings, noise: float) -> None:
         self._trainer = MetaTrainer(Gaussian(start, torch.full_like(start, variance)), settings)
-        self._inner, self._noise = settings.inner, noise
+        self._inner, self._noise, self._variance_rate = settings.inner, noise, settings.variance_rate
         self._generator = torch.Generator().manual_seed(len(start))
 
     @property
     def optimiser(self) -> torch.optim.Optimizer:
         """Adam."""
         return self._trainer.optimiser
+
+    def slow(self, share: float) -> None:
+        """Goes on at this share of both first rates: the mean does not settle while steps still get longer."""
+        super().slow(share)
+        self._trainer.variance_rate = self._variance_rate * share
 
     def step(self, batch: Batch) -> None:
         """Adam along the meta-gradient."""
@@ -163,22 +164,26 @@ class Method:
         if self.gem is None:
             return Maml(start, tensor, steps.inner)
         # Half of a sum over ten points, over this noise, is their mean squared error; over another, so many times it.
-        point = self.gem.inner.point
-        noise = SHOTS / 2 if point else NOISE
-        inner = replace(self.gem.inner, steps=steps.inner, rate=tensor * 2 * noise / SHOTS)
-        settings = replace(self.gem, inner=inner, query_steps=steps.query)
-        return Gem(start, 1.0 if point else VARIANCE, settings, noise)
+        # Steps in units of deviations are as many times longer as variances are: the rate is one at the first variance.
+        noise, variance = (SHOTS / 2, 1.0) if self.gem.inner.point else (NOISE, VARIANCE)
+        inner = replace(self.gem.inner, steps=steps.inner, rate=tensor * 2 * noise / SHOTS / variance)
+        return Gem(start, variance, replace(self.gem, inner=inner, query_steps=steps.query), noise)
 
 
-#: Variance of observations that posteriors assume, about that of the challenging setting, and of the prior at first.
-NOISE, VARIANCE = 5e-4, 1e-5
+#: Variance of observations that posteriors assume, and that of the prior at first.
+NOISE, VARIANCE = 5e-2, 1e-3
+#: Rates of its logarithm. The slopes of L[1] are the larger ones, being those of a task's whole way from the prior.
+VARIANCE_RATE, VARIANCE_RATE_PLUS = 2e-4, 4e-4
 _POINTS: Final = InnerSettings(point=True, prior_weight=0.0, cut=CUT)
-_NORMAL: Final = InnerSettings(prior_weight=0.1, sd_rate=0.1, cut_sd=1.0, cut=CUT * SHOTS / 2 / NOISE)
+#: Cut where MAML's and Reptile's slopes are, at the first variance.
+_NORMAL: Final = InnerSettings(
+    prior_weight=0.1, whitened=True, sd_rate=0.1, cut_sd=1.0, cut=CUT * SHOTS / 2 / NOISE * VARIANCE**0.5
+)
 METHODS: Final[Mapping[str, Method]] = {
     "MAML": Method(),
     "Reptile": Method(GemSettings(inner=_POINTS, rate=META_RATE, variance_rate=0.0)),
-    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=1e-5)),
-    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=1e-5)),
+    "GEM-BML": Method(GemSettings(False, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_RATE)),
+    "GEM-BML+": Method(GemSettings(True, _NORMAL, rate=META_RATE, variance_rate=VARIANCE_RATE_PLUS)),
 }
 
 
@@ -218,8 +223,7 @@ def train(
             curve.append(_errors(learner, test)[:, -1].tolist())
             at.append(step)
         if step >= FALLS_FROM * steps:
-            for group in learner.optimiser.param_groups:
-                group["lr"] = META_RATE * (1 - 0.9 * (step / steps - FALLS_FROM) / (1 - FALLS_FROM))
+            learner.slow(1 - 0.9 * (step / steps - FALLS_FROM) / (1 - FALLS_FROM))
         if block is not None:
             learner.step(_of(block, step % BLOCK))
     found = _errors(learner, test)

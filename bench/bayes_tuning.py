@@ -17,12 +17,12 @@ from bench.report import Bar
 from models.threads import one_thread
 
 #: What is tried: rates, of steps on mean squared errors of ten points, inner steps, and steps on the ten others.
-RATES: Final = (0.005, 0.01, 0.02, 0.03)
-INNER_STEPS: Final = (5, 10)
-QUERY_STEPS: Final = (5, 10, 16)
+RATES: Final = (0.005, 0.01, 0.02)
+INNER_STEPS: Final = (10,)
+QUERY_STEPS: Final = (32,)
 MAML_STEPS: Final = (5, 10, 16)
 #: Where settings are chosen, and what stands for the error of a run that diverged.
-TUNING_SEEDS: Final = (50, 51)
+TUNING_SEEDS: Final = (50, 51, 52, 53)
 NO_ERROR: Final = 1e9
 
 

@@ -114,7 +114,8 @@ class MetaTrainer:
     """Algorithm 1: ascent of L[1] or L[2] in Θ = (μ, log v).
 
     The mean goes by Adam, or any optimiser of torch. log v has a Fisher information of ½ whatever v is, so that a plain
-    step along its slope is a natural one; for L[1] and a variance rate of 2 it is that of EM, to first order.
+    step along its slope is a natural one; for L[1] and a variance rate of 2 it is that of EM, to first order. Both
+    rates may be changed between steps: `variance_rate`, and that of the mean in the optimiser.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class MetaTrainer:
         self._mean = prior.mean.detach().clone()
         self._log_variance = prior.variance.detach().log()
         self.optimiser = optimiser([self._mean], settings.rate)
+        self.variance_rate = settings.variance_rate
 
     @property
     def prior(self) -> Gaussian:
@@ -139,8 +141,8 @@ class MetaTrainer:
         found = meta_gradient(prior, support, query, self._settings, generator).mean_of_tasks()
         self._mean.grad = -found.mean  # optimisers descend
         self.optimiser.step()
-        if self._settings.variance_rate:
-            change = self._settings.variance_rate * found.log_variance(prior).clamp(-SLOPE_MAX, SLOPE_MAX)
+        if self.variance_rate:
+            change = self.variance_rate * found.log_variance(prior).clamp(-SLOPE_MAX, SLOPE_MAX)
             low, high = VARIANCES
             self._log_variance.add_(change).clamp_(math.log(low), math.log(high))
         return found

@@ -18,7 +18,7 @@ from bench.bayes_plan import BayesPlan
 from bench.bayes_sine import Choice, Steps
 from bench.bayes_tasks import CUT, SETTINGS, SHAPE, SHOTS, adapt, draw, errors, fresh_net, maml_gradient
 from bench.cli import bench_app
-from models.gem import gaussian_gradient
+from models.gem import MetaTrainer, gaussian_gradient
 from models.gem_inference import Gaussian
 
 
@@ -74,6 +74,32 @@ def test_points_of_gem_adapt_as_maml_does() -> None:
     learner = bayes_sine.METHODS["Reptile"].learner(start, [0.02], Steps(5, 5))
     *_, found = learner.adapted(batch, 3)
     torch.testing.assert_close(found, adapt(start[:, None].expand(1, 4, -1), batch, 0.02, 3), atol=1e-5, rtol=1e-4)
+
+
+def test_posteriors_take_first_steps_of_the_same_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In units of deviations, and with hardly any: a rate means what it means for MAML, whatever the first variance."""
+    monkeypatch.setattr(bayes_sine, "VARIANCE", 1e-12)
+    start, batch = fresh_net(randoms())[None], draw(SETTINGS[0], randoms(1), (1, 4))
+    learner = bayes_sine.METHODS["GEM-BML+"].learner(start, [0.02], Steps(5, 5))
+    (found,) = learner.adapted(batch, 1)
+    torch.testing.assert_close(found, adapt(start[:, None].expand(1, 4, -1), batch, 0.02, 1), atol=1e-4, rtol=1e-3)
+
+
+def test_rates_of_mean_and_variances_fall_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, float]] = []
+    monkeypatch.setattr(
+        MetaTrainer,
+        "step",
+        lambda self, *_: seen.append((self.optimiser.param_groups[0]["lr"], self.variance_rate)),
+    )
+    plan = replace(BayesPlan(), meta_tasks=1, test_tasks=1)
+    method, steps = bayes_sine.METHODS["GEM-BML"], 100
+    bayes_sine.train(method, SETTINGS[0], (7,), (0.01,), plan, inner=Steps(1, 1), steps=steps, measured=0)
+    shares = [rate / bayes_sine.META_RATE for rate, _ in seen]
+    assert shares[:71] == pytest.approx([1.0] * 71)
+    assert shares[85] == pytest.approx(0.55)
+    assert shares[-1] == pytest.approx(0.13)
+    assert [rate / bayes_sine.VARIANCE_RATE for _, rate in seen] == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("name", list(bayes_sine.METHODS))

@@ -274,6 +274,19 @@ def test_training_finds_the_prior_that_tasks_were_drawn_from(plus: bool) -> None
     torch.testing.assert_close(trainer.prior.variance, variance, rtol=0.4, atol=0.1)
 
 
+def test_a_step_of_variances_is_as_long_as_its_rate_is_now() -> None:
+    start, data = gaussian(4), quadratic()
+    changes = []
+    for rate in (0.2, 0.05, 0.0):
+        trainer = MetaTrainer(start, GemSettings(inner=InnerSettings(rate=0.01), variance_rate=0.2))
+        trainer.variance_rate = rate
+        trainer.step(data, data)
+        changes.append((trainer.prior.variance / start.variance).log())
+    assert float(changes[0].abs().min()) > 1e-4
+    torch.testing.assert_close(changes[1], changes[0] / 4)
+    torch.testing.assert_close(changes[2], torch.zeros_like(changes[2]))
+
+
 def test_any_likelihood_is_what_it_is_given() -> None:
     data, prior = net_likelihood(), gaussian(SHAPE.parameters).for_tasks(TASKS)
     inner = InnerSettings(steps=3, rate=0.01, point=True)
