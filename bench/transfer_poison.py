@@ -153,7 +153,7 @@ def silenced(loop: LocalLoop, users: Sequence[str]) -> Flags:
     """Which users will have no part in the next epoch, by the one that is served [users]."""
     learner, shared, batch = loop.teaching(users)
     teaching = learner.teaching(shared)
-    if teaching is None:
+    if teaching is None or not teaching.in_use:
         return np.zeros(len(users), dtype=np.bool_)
     with torch.inference_mode():
         quiet: Flags = (teaching.weights[learner.kinds(shared, batch)] < 1).cpu().numpy()

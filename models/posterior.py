@@ -329,8 +329,8 @@ class PosteriorLearner(Learner):
 
     def teaching(self, shared: State) -> Teaching | None:
         kinds = stored_kinds(shared)
-        weights = torch.where(shared["guard"] < GROUPS_FORESEE, kinds.weights, torch.ones_like(kinds.weights))
-        return Teaching(weights, *kinds.gain.tolist()) if kinds.told_apart else None
+        (gain, error), in_use = kinds.gain.tolist(), float(shared["guard"]) < GROUPS_FORESEE
+        return Teaching(kinds.weights, gain, error, in_use) if kinds.told_apart else None
 
     def _watched(self, shared: State, samples: Samples) -> State:
         """After a change of tastes, samples from before it fade and the prior is learned from scratch."""

@@ -19,6 +19,8 @@ class Teaching:
     #: What that saves users who had no part in the choice, in nats a user, and its standard error; 0 until measured.
     gain: float
     gain_error: float
+    #: Whether that is how samples count now: not where groups tell users apart.
+    in_use: bool
 
     @property
     def kinds(self) -> int:

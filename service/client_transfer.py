@@ -114,6 +114,7 @@ class Teaching:
     weights: tuple[float, ...]
     gain: float
     gain_error: float
+    in_use: bool
 
 
 @final

@@ -199,6 +199,7 @@ class TeachingOut(BaseModel):
     weights: list[float] = Field(description="Of each cluster: 1, or 0 for one that makes others learn worse.")
     gain: float = Field(description="What silencing those saves the others, on users held out; in nats a user.")
     gain_error: float = Field(description="Its standard error.")
+    in_use: bool = Field(description="Whether rewards count so now; false where groups tell users apart anyway.")
 
 
 @final
@@ -216,6 +217,7 @@ class TransferOut(BaseModel):
                         "weights": [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
                         "gain": 0.31,
                         "gain_error": 0.02,
+                        "in_use": True,
                     },
                 }
             ]
@@ -320,4 +322,5 @@ def _taught(teaching: Teaching, model_version: int) -> TeachingOut:
         weights=teaching.weights.tolist(),
         gain=teaching.gain,
         gain_error=teaching.gain_error,
+        in_use=teaching.in_use,
     )

@@ -192,7 +192,7 @@ def test_learning_is_split_where_epochs_really_are() -> None:
     world = SyntheticGroups(seed=3, users=4, arms=3, dimension=3)
     method = build_method("default", world, env="synthetic", seed=3)
     assert isinstance(method, LearnerMethod)
-    budget, served = Budget(3), method._loop._served
+    budget, served = Budget(3), method.loop._served
     for number in range(140):
         asked, before = world.next_round(), served.epoch_number
         arm = method.decide(Question(asked.user, asked.arms), number)

@@ -142,8 +142,12 @@ class TestSilenced:
         return cast(LocalLoop, SimpleNamespace(teaching=lambda users: (learner, shared, users)))
 
     def test_whoever_is_of_a_kind_without_weight(self) -> None:
-        found = silenced(self.loop(Teaching(torch.tensor([1.0, 0.0]), 0.3, 0.1)), ["a", "b", "c"])
+        found = silenced(self.loop(Teaching(torch.tensor([1.0, 0.0]), 0.3, 0.1, True)), ["a", "b", "c"])
         assert found.tolist() == [False, True, False]
+
+    def test_nobody_where_weights_are_not_in_use(self) -> None:
+        loop = self.loop(Teaching(torch.tensor([1.0, 0.0]), 0.3, 0.1, False))
+        assert silenced(loop, ["a", "b"]).tolist() == [False, False]
 
     def test_nobody_before_kinds_are_told_apart(self) -> None:
         assert silenced(self.loop(None), ["a", "b"]).tolist() == [False, False]

@@ -156,7 +156,7 @@ class TestEpochs:
         told = torch.eye(2)
 
         def teaching(shared: State) -> Teaching:
-            return Teaching(told[0] * shared["factor"], 0.5, 0.25)
+            return Teaching(told[0] * shared["factor"], 0.5, 0.25, True)
 
         monkeypatch.setattr(model.learner, "teaching", teaching)
         for number in (1, 2):

@@ -49,7 +49,7 @@ async def serve_kinds(app: tuple[FastAPI, httpx.AsyncClient], kinds: int) -> Non
     await app[1].post("/recommend", json={"user_id": "u", "arms": ARMS})
     serving = edge_in(app[0]).recommenders.default._serving
     assert serving is not None
-    serving.model.teaching = Teaching(torch.arange(kinds) / 4, 0.75, 0.5)
+    serving.model.teaching = Teaching(torch.arange(kinds) / 4, 0.75, 0.5, True)
 
 
 async def shown(http: httpx.AsyncClient, path: str = "") -> Any:
@@ -119,6 +119,7 @@ async def test_kinds_of_users(app: tuple[FastAPI, httpx.AsyncClient], http: http
         "weights": [0.0, 0.25, 0.5],
         "gain": 0.75,
         "gain_error": 0.5,
+        "in_use": True,
     }
     for body in ({"cluster": 2}, {"user_id": "ann"}, {"cluster": 0, "sources": ["ann", "bo"]}):
         answer = await http.post("/admin/transfer", json=body)

@@ -254,8 +254,8 @@ class TestLearner:
         assert learner.kinds(shared, batch).tolist() == [1]
         told = learner.teaching(shared)
         assert isinstance(told, Teaching)
-        assert (told.kinds, told.gain, told.gain_error) == (KINDS, 0.5, 0.1)
+        assert (told.kinds, told.gain, told.gain_error, told.in_use) == (KINDS, 0.5, 0.1, True)
         torch.testing.assert_close(told.weights, weights)
         grouped = learner.teaching(shared | {"guard": torch.tensor(0.9, dtype=torch.float64)})
         assert grouped is not None
-        assert grouped.weights.eq(1).all(), "groups tell users apart, and everybody teaches"
+        assert not grouped.in_use, "groups tell users apart, and everybody teaches"
