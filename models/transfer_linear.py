@@ -3,14 +3,12 @@
     B̂ = (Σ X_iᵀX_i)⁻¹ Σ X_iᵀY_i                       Eq. 28 and the line after it
 
 Sums over sets are one product of indicator vectors with Gram matrices, so that hundreds of sets cost one batched solve.
-Under a prior N(μ, Λ⁻¹) and noise σ² the vector is the posterior's mean, (Σ XᵀX/σ² + Λ)⁻¹(Σ XᵀY/σ² + Λμ).
 
 Letters in shape comments: k sources, n sets, D inputs, m samples, B parts of those held out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, final
 
 import torch
@@ -20,16 +18,6 @@ from models.transfer import SubsetLosses
 
 #: Sets that are solved at once, so that memory stays bounded: numbers of their Gram matrices.
 SOLVED_MAX: Final = 4_000_000
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PooledPrior:
-    """N(μ, Λ⁻¹) over vectors, and the variance of outcomes around what a vector says."""
-
-    mean: Tensor  # [D]
-    precision: Tensor  # [D, D]
-    noise: float
 
 
 @final
@@ -45,7 +33,6 @@ class PooledLosses(SubsetLosses):
         validation: tuple[Tensor, Tensor],
         held_out: tuple[Tensor, Tensor],
         *,
-        prior: PooledPrior | None = None,
         parts: int = 8,
     ) -> None:
         """XᵀX [k, D, D] and XᵀY [k, D] of sources, the target's [D, D] and [D]; inputs [m, D] and outcomes [m]."""
@@ -58,7 +45,6 @@ class PooledLosses(SubsetLosses):
         self._held_out = (held_out[0].double(), held_out[1].double())
         if min(len(validation[1]), len(held_out[1])) < 1:
             raise ValueError("the target has no samples to judge by")
-        self._prior = prior
         self._parts = max(1, min(parts, len(held_out[1])))
 
     def vectors(self, members: Tensor) -> Tensor:
@@ -71,14 +57,9 @@ class PooledLosses(SubsetLosses):
         size = len(self._target_moment)
         gram = (rows @ self._gram).view(-1, size, size) + self._target_gram  # [n, D, D]
         moment = rows @ self._moment + self._target_moment  # [n, D]
-        if self._prior is not None:
-            mean, precision = self._prior.mean.double(), self._prior.precision.double()  # [D], [D, D]
-            gram = gram / self._prior.noise + precision
-            moment = moment / self._prior.noise + precision @ mean
-        else:
-            # Hardly anything, so that inputs which nobody has seen vary get a coefficient of 0.
-            floor = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(1)  # [n]
-            gram = gram + floor[:, None, None] * torch.eye(size, dtype=gram.dtype, device=gram.device)
+        # Hardly anything, so that inputs which nobody has seen vary get a coefficient of 0.
+        floor = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(1)  # [n]
+        gram = gram + floor[:, None, None] * torch.eye(size, dtype=gram.dtype, device=gram.device)
         vectors: Tensor = torch.linalg.solve(gram, moment)  # [n, D]
         return vectors
 

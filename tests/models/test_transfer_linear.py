@@ -10,7 +10,7 @@ from torch import Tensor
 
 import models.transfer_linear
 from models.transfer import TransferSettings, draw_subsets, model_transfer
-from models.transfer_linear import PooledLosses, PooledPrior
+from models.transfer_linear import PooledLosses
 
 
 class World:
@@ -27,10 +27,10 @@ class World:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
-    def losses(self, prior: PooledPrior | None = None, parts: int = 4) -> PooledLosses:
+    def losses(self, parts: int = 4) -> PooledLosses:
         (x, y), judged, last = self.own
         moment = (self.x.mT @ self.y.unsqueeze(-1)).squeeze(-1)
-        return PooledLosses(self.x.mT @ self.x, moment, x.T @ x, x.T @ y, judged, last, prior=prior, parts=parts)
+        return PooledLosses(self.x.mT @ self.x, moment, x.T @ x, x.T @ y, judged, last, parts=parts)
 
     def union(self, members: list[bool]) -> tuple[Tensor, Tensor]:
         kept = torch.tensor(members)
@@ -57,21 +57,6 @@ def test_vectors_are_least_squares_on_the_union(sources: int, inputs: int, seed:
         squares = (last[0] @ expected - last[1]).square()
         pieces = torch.stack([part.mean() for part in squares.tensor_split(4)])
         torch.testing.assert_close(parts, pieces, atol=1e-5, rtol=1e-5)
-
-
-def test_under_a_prior_it_is_the_maximum_of_the_posterior() -> None:
-    world = World(4, 3, 5, train=2)
-    half = world.normal(3, 3)
-    prior = PooledPrior(world.normal(3), half @ half.T + torch.eye(3, dtype=torch.float64), 0.25)
-    losses = world.losses(prior)
-    members = torch.tensor([[False] * 4, [True, False, True, False]])
-    for row, vector in zip(members.tolist(), losses.vectors(members), strict=True):
-        x, y = world.union(row)
-        point = vector.clone().requires_grad_()
-        away = point - prior.mean
-        energy = (x @ point - y).square().sum() / (2 * prior.noise) + away @ prior.precision @ away / 2
-        (slope,) = torch.autograd.grad(energy, point)
-        assert float(slope.abs().max()) < 1e-9
 
 
 def test_inputs_that_never_vary_get_nothing() -> None:
