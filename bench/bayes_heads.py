@@ -35,7 +35,7 @@ from models.prior import Groups, Prior, stored_prior
 from models.settings import PosteriorSettings
 from models.slates import Slates
 from models.threads import one_thread
-from models.upkeep import sample_weights
+from models.upkeep import ALONE, PLAIN, sample_weights
 from store.codec import Sample
 from worker.trainer import Pupil, Trainer
 
@@ -103,7 +103,9 @@ def _played(seed: int, rounds: int) -> World:
     learner, shared, batch = loop.teaching(sorted(seen))
     if not isinstance(learner, PosteriorLearner):
         raise TypeError("the default learner is not the one that is measured here")
-    return World(learner, shared, batch, environment)
+    # Posteriors are users' own: everybody's plain head is none of them, and may not hide what they miss.
+    trusting = {"trust": torch.ones_like(shared["trust"])}
+    return World(learner, {**shared, **trusting}, batch, environment)
 
 
 # ---------------------------------------------------------------------- the analytic posterior
@@ -167,8 +169,8 @@ def _posteriors(world: World) -> dict[str, float]:
         "guard": float(guard),
         "largest head": float(head.abs().max()),
         "fitted head": _apart(fitted["head"], head),
-        "served head": _apart(brief["heads"][..., 2], head),
-        "served head, without groups": _apart(brief["heads"][..., 0], alone),
+        "served head": _apart(brief["heads"][..., -1], head),
+        "served head, without groups": _apart(brief["heads"][..., ALONE - PLAIN], alone),
         "served covariance": _apart(brief["covariance"], spread),
     }
 

@@ -36,6 +36,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "shared-net": {"heads": False, "embed": False, "groups": False, "memory": False},
     "default-no-groups": {"groups": False},
     "default-no-memory": {"memory": False},
+    "default-no-plain-head": {"plain": False},
     "default-no-teaching": {"teaching": False},
     "default-no-trunk": {"trunk": False},
     "default-no-embedding": {"embed": False},

@@ -56,6 +56,13 @@ def believe(prior: Prior, groups: Groups | None, guard: Array, gram: Array, mome
     return Beliefs(alone, together, head, groups, guard, covariance, within, belief)
 
 
+def said_of(arms: Array, slates: Slates, own: Mapping[str, Array]) -> tuple[Array, Array]:
+    """What the asking users' `heads` [R, D, n] say of arms h [N, D], [N, n], and the variance by `covariance` [N]."""
+    side_by_side = slates.padded(arms)  # [R, K, D]
+    spread = ((side_by_side @ own["covariance"]) * side_by_side).sum(-1)  # [R, K]
+    return slates.flat(side_by_side @ own["heads"]), rectified(slates.flat(spread))
+
+
 def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Array) -> Array:
     """Eq. 4: how many agree with the asking user on each arm [N], that user included, once.
 

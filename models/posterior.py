@@ -8,8 +8,9 @@
 
 p enters a head as it was when the arm was chosen (it is noted with the decision): computed later, by a trunk that has
 since learned from that very reward, it would tell the head the answer. For the same reason groups are judged by what
-they foresaw: the predictions with and without them are noted too, and the guard λ weighs one against the other. The
-trunk is told who asks by the head that the user had at that moment, so that it can learn what kinds of users want.
+they foresaw: the predictions with and without them are noted too, and the guard λ weighs one against the other; so are
+those of a plain head for everybody, which decides until users' heads foresee more. The trunk is told who asks by the
+head that the user had at that moment, so that it can learn what kinds of users want.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, rectified, zeros
+from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, zeros
 from models.calibration import BINS, COLUMNS, NORMAL_REACH, judged
 from models.drawing import independent_draws, joint_draws, root
 from models.encoding import pieces
 from models.explaining import Agreement, Contributions, without_asker
 from models.head_starts import HeadStarts
 from models.inputs import ArmInputs
-from models.judging import Beliefs, believe, count_agreeing, foretold, remember
+from models.judging import Beliefs, believe, count_agreeing, foretold, remember, said_of
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
 from models.memory import FIRST_GAIN, half_squares, in_radii
 from models.metaban import doubled
 from models.offer import on_offer
+from models.plain_head import PlainHead
 from models.posterior_parts import posterior_contributions
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, prior_state, stored_prior
 from models.settings import PosteriorSettings
@@ -40,10 +42,10 @@ from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_state, me
 from models.teaching import Teaching
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
-    ALONE,
     DEVIATION,
     EMBEDDED,
     MEAN,
+    PLAIN,
     REACH,
     TOGETHER,
     TRUNK,
@@ -53,6 +55,7 @@ from models.upkeep import (
     guard_of,
     sample_weights,
     tastes_changed,
+    trust_of,
 )
 
 #: Largest coordinate of a user's embedding, in deviations of the prior.
@@ -103,8 +106,9 @@ class PosteriorLearner(Learner):
         generator = torch.Generator().manual_seed(self.settings.seed)
         prior = Prior.initial(self.head_size)
         shared = {
-            "trunk": self.trunk.initial(generator, self.dtype),
+            **TrunkState.fresh(self.trunk.initial(generator, self.dtype)).state(),
             **prior_state(prior),
+            **PlainHead.initial(self.head_size).state(),
             **kinds_state(Kinds.one(prior)),
             "group_pull": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
             "group_offset": torch.full((VOICES_MAX,), NO_GROUP, dtype=torch.float64),
@@ -116,8 +120,6 @@ class PosteriorLearner(Learner):
             "reach": torch.tensor(NORMAL_REACH, dtype=torch.float64),
             "reliability": torch.zeros(BINS, COLUMNS, dtype=torch.float64),
         }
-        state = TrunkState.fresh(shared["trunk"])
-        shared |= {"trunk_first": state.first, "trunk_second": state.second, "trunk_steps": state.steps}
         return shared | self.inputs.initial(generator)
 
     def renumbered(self, shared: State, number: int) -> State:
@@ -135,7 +137,7 @@ class PosteriorLearner(Learner):
             **{name: zeros((count, *shape), like) for name, shape in self.fields.items()},
             "gram": cast(gram, like),
             "moment": cast(moment, like),
-            "head": cast(self._believed(shared, gram, moment).head, like),
+            "head": cast(self._head(shared, gram, moment), like),
             "since": zeros((count,), like) + cast(shared["since"], like),
         }
 
@@ -165,7 +167,7 @@ class PosteriorLearner(Learner):
         return {
             "gram": cast(gram, h),
             "moment": cast(moment, h),
-            "head": cast(self._believed(shared, gram, moment).head, h),
+            "head": cast(self._head(shared, gram, moment), h),
             "kept_heads": chosen(h, index[..., None]) * real[..., None],
             "kept_rewards": chosen(batch.rewards, index) * real,
             "kept_weights": chosen(weights, index) * real,
@@ -174,6 +176,9 @@ class PosteriorLearner(Learner):
 
     def _believed(self, shared: Arrays, gram: Array, moment: Array) -> Beliefs:
         return believe(stored_prior(shared), self._groups(shared), shared["guard"], gram, moment)
+
+    def _head(self, shared: Arrays, gram: Array, moment: Array) -> Array:
+        return PlainHead.stored(shared).beside(self._believed(shared, gram, moment).head)
 
     def _groups(self, shared: Arrays) -> Groups | None:
         if not self.settings.groups:
@@ -205,12 +210,13 @@ class PosteriorLearner(Learner):
         # Whoever has had no event since tastes changed: what they were fitted to has faded meanwhile.
         weight = faded(own["since"] >= outline["since"], like)[:, None]  # [R, 1]
         beliefs = self._believed(outline, double(own["gram"] * weight[..., None]), double(own["moment"] * weight))
-        embedding = self.embedding(outline, own["head"])
-        residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(beliefs.head, like)[..., None])[..., 0]
+        plain, embedding = PlainHead.stored(outline), self.embedding(outline, own["head"])
+        head, everybodys = plain.beside(beliefs.head), zeros(beliefs.head.shape, beliefs.head) + plain.mean
+        residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(head, like)[..., None])[..., 0]
         kept = in_radii(own["kept_heads"][..., 1 : 1 + self.inputs.seen], self.settings.memory_radius)
         return {
-            "heads": cast(library.stack([beliefs.alone, beliefs.together, beliefs.head], -1), like),  # [R, D, 3]
-            "covariance": cast(beliefs.covariance(), like),
+            "heads": cast(library.stack([everybodys, beliefs.alone, beliefs.together, head], -1), like),  # [R, D, 4]
+            "covariance": cast(plain.spread_beside(beliefs.covariance()), like),
             "embedding": embedding,
             # User by user: in one product of all, rounding would depend on who else is briefed.
             "asked": (embedding[:, None] @ outline["asking"])[:, 0] + outline["layers"][0][1],
@@ -235,9 +241,9 @@ class PosteriorLearner(Learner):
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
             return Scores(predicted, known, nobody, notes, known, draws)
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
-        said, variance = _said(h, query)
-        notes[:, TRUNK], notes[:, ALONE : TOGETHER + 1] = predicted, said[:, :2]
-        mean, apart = said[:, 2], None
+        said, variance = said_of(h, query.slates, own)
+        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, said[:, :3]
+        mean, apart = said[:, 3], None
         group_size = count_agreeing(pool["head"], h, mean, self._reach(variance), slates.spread(query.own_row))
         if self.settings.memory:
             correction, left = remember(
@@ -273,8 +279,8 @@ class PosteriorLearner(Learner):
             return Agreement(predicted[rows], 0 * predicted[rows], strangers, strangers > 0)
         # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored.
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
-        said, variance = _said(h, query)
-        prediction, threshold = said[:, 2][rows], self._reach(variance)[rows]
+        said, variance = said_of(h, query.slates, query.own)
+        prediction, threshold = said[:, 3][rows], self._reach(variance)[rows]
         predictions = (h @ pool["head"].mT)[rows]  # [n, P]
         near = abs(predictions - prediction[:, None]) <= threshold[:, None]
         return Agreement(prediction, threshold, predictions, without_asker(near, query.own_row))
@@ -319,6 +325,9 @@ class PosteriorLearner(Learner):
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
             derived |= self._grouped_anew(prior, users, teaching)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
+        if self.settings.heads and self.settings.plain:
+            trust = trust_of(batches, prior.noise, derived["since"])
+            derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior.noise, trust).state()
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
         return {**derived, "epoch": shared["epoch"] + 1}
@@ -343,7 +352,7 @@ class PosteriorLearner(Learner):
 
     def _trained(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:
         """The trunk after so many steps on samples drawn from all there are."""
-        state = TrunkState(shared["trunk"], shared["trunk_first"], shared["trunk_second"], shared["trunk_steps"])
+        state = TrunkState.stored(shared)
         generator = torch.Generator().manual_seed(((self.settings.seed << 32) + total_events) % SEEDS)
         shares = torch.rand(steps, self.settings.replayed, generator=generator, dtype=torch.float64)
         drawn = samples.at(shares.to(samples.weights.device))  # [steps, replayed]
@@ -353,12 +362,7 @@ class PosteriorLearner(Learner):
             x = torch.cat([self.inputs.codes(shared, z), notes[:, EMBEDDED : self.offered_from]], dim=-1)
             gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
-        return {
-            "trunk": state.parameters,
-            "trunk_first": state.first,
-            "trunk_second": state.second,
-            "trunk_steps": state.steps,
-        }
+        return state.state()
 
     def _taught(
         self, derived: State, users: Statistics, weights: Tensor, total_events: int, *, refit: bool
@@ -390,10 +394,3 @@ class PosteriorLearner(Learner):
             "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
             "group_share": share,
         }
-
-
-def _said(h: Array, query: Query) -> tuple[Array, Array]:
-    """What three heads of each asking user say of arms h [N, D], [N, 3], and the variance of the last [N]."""
-    side_by_side = query.slates.padded(h)  # [R, K, D]
-    spread = ((side_by_side @ query.own["covariance"]) * side_by_side).sum(-1)
-    return query.slates.flat(side_by_side @ query.own["heads"]), rectified(query.slates.flat(spread))

@@ -37,7 +37,7 @@ def posterior_contributions(
     if not settings.heads:
         gradient = through_standardizing(gradient, z, outline["scale"])
         return Contributions.of(gradient, raw, intercept=nothing, memory=nothing)
-    head, seen = own["heads"][0, :, 2], inputs.seen  # [D]
+    head, seen = own["heads"][0, :, -1], inputs.seen  # [D]
     x = inputs.heads(outline, z, predicted)[:, 1 : 1 + seen]  # [n, c]
     by_head = zeros(x.shape, x) + head[1 : 1 + seen]
     if inputs.products:

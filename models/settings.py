@@ -82,6 +82,7 @@ class PosteriorSettings(LearnerSettings):
     heads: bool = True  # False: the trunk alone, no users
     groups: bool = True
     memory: bool = True
+    plain: bool = True  # one plain head for everybody decides until users' own foresee more
     teaching: bool = True  # nobody learns from kinds of users who teach badly
     apart: bool = True  # take out of wide inputs what the arms of a request have in common
     # The trunk: p(x), and the samples it replays.

@@ -7,6 +7,7 @@ so that the next epoch goes on exactly where this one stopped, in whatever proce
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -98,6 +99,16 @@ class TrunkState:
         """Before the first step."""
         zeros = torch.zeros_like(parameters)
         return cls(parameters, zeros, zeros.clone(), torch.zeros((), dtype=torch.float64, device=parameters.device))
+
+    @classmethod
+    def stored(cls, shared: Mapping[str, Tensor]) -> TrunkState:
+        """Of an epoch."""
+        return cls(shared["trunk"], shared["trunk_first"], shared["trunk_second"], shared["trunk_steps"])
+
+    def state(self) -> dict[str, Tensor]:
+        """What an epoch keeps of it."""
+        moments = {"trunk_first": self.first, "trunk_second": self.second, "trunk_steps": self.steps}
+        return {"trunk": self.parameters, **moments}
 
     def after(self, gradient: Tensor, rate: float, decay: float) -> TrunkState:
         """One step of AdamW."""

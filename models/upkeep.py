@@ -17,9 +17,10 @@ from models.learner import UserBatch
 from models.memory import FIRST_GAIN, GAINS, foresight
 from models.prior import Prior, Statistics
 
-#: What is noted of a decision: the trunk's prediction, the head's without and with groups; the mean, the standard
-#: deviation of the reward around it, noise included, and in how many of these 9 rewards in 10 were expected; who asked.
-TRUNK, ALONE, TOGETHER, MEAN, DEVIATION, REACH, EMBEDDED = range(7)
+#: What is noted of a decision: predictions of the trunk, of the plain head and of the user's without and with groups;
+#: the mean, the standard deviation of the reward around it, noise included, and in how many of these 9 rewards in 10
+#: were expected; who asked.
+TRUNK, PLAIN, ALONE, TOGETHER, MEAN, DEVIATION, REACH, EMBEDDED = range(8)
 #: Largest evidence, in nats, that the guard takes for or against groups.
 GUARD_REACH: Final = 30.0
 #: Evidence, in nats, from which another gain of the memory is believed in.
@@ -111,15 +112,34 @@ class _Mean:
 
 def guard_of(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tensor:
     """λ in [0, 1]: how much better groups foresaw the newer half of each user's rewards than the head alone did."""
-    evidence = torch.zeros((), dtype=torch.float64, device=noise.device)
+    missed = _missed(batches, since, 1 / 2)
+    return _weighed(missed[ALONE] - missed[TOGETHER], noise)
+
+
+def trust_of(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tensor:
+    """Trust in users' heads in [0, 1]: how much better the better of both kinds foresaw rewards than the plain head.
+
+    Of the newest quarter only: users' heads start far behind, and what they missed then is not to be held against them.
+    """
+    missed = _missed(batches, since, 1 / 4)
+    return _weighed(missed[PLAIN] - torch.minimum(missed[ALONE], missed[TOGETHER]), noise)
+
+
+def _missed(batches: Sequence[UserBatch], since: Tensor, share: float) -> Tensor:
+    """Squared errors in what was foreseen of this newest share of each user's rewards, by the place of notes [4]."""
+    missed = torch.zeros(MEAN, dtype=torch.float64, device=since.device)
     for batch in batches:
-        place = torch.arange(batch.valid.shape[1], device=noise.device)
-        newer = sample_weights(batch, since) * (place >= batch.valid.sum(-1, keepdim=True) // 2)  # [B, S]
-        rewards = batch.rewards.to(torch.float64)
-        alone = (rewards - batch.phi[..., ALONE]).square()
-        together = (rewards - batch.phi[..., TOGETHER]).square()
-        evidence = evidence + ((alone - together) * newer).sum()
-    return (evidence / (2 * noise)).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
+        place = torch.arange(batch.valid.shape[1], device=since.device)
+        older = (batch.valid.sum(-1, keepdim=True) * (1 - share)).floor()  # [B, 1]
+        newer = sample_weights(batch, since) * (place >= older)  # [B, S]
+        short = batch.rewards.to(torch.float64)[..., None] - batch.phi[..., :MEAN]  # [B, S, 4]
+        missed += (short.square() * newer[..., None]).sum((0, 1))
+    return missed
+
+
+def _weighed(less: Tensor, noise: Tensor) -> Tensor:
+    """The weight [] of one side of two whose squared errors are less by so much [], at even odds before."""
+    return (less / (2 * noise)).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
 
 
 def gain_of(

@@ -36,6 +36,9 @@ class LiteralShared:
     centres: list[Array]  # each [D]
     voices: list[float]
     guard: float  # λ
+    plain: Array  # everybody's plain head [D]
+    plain_covariance: Array  # [D, D]
+    trust: float  # τ, in users' own
     gain: float  # g
     reach: float
     since: float  # the epoch of the last change of tastes
@@ -223,7 +226,11 @@ class LiteralPosterior:
         ]
 
     def head(self, samples: Sequence[LiteralSample]) -> Array:
-        """The mean head: alone with 1 − λ, in groups with λ."""
+        """The mean head: a user's own as far as it is trusted, else the plain one."""
+        return self.shared.trust * self.own_head(samples) + (1 - self.shared.trust) * self.shared.plain
+
+    def own_head(self, samples: Sequence[LiteralSample]) -> Array:
+        """A user's own: alone with 1 − λ, in groups with λ."""
         alone, _ = self.posterior(self.shared.prior_mean, self.shared.prior_covariance, samples)
         if not self.settings.groups or not self.shared.centres:
             return alone
@@ -258,7 +265,7 @@ class LiteralPosterior:
         predicted = self.predicted(arm, asking)
         if not settings.heads:
             foreseen = [predicted, math.sqrt(shared.noise), shared.reach]
-            return LiteralArm(predicted, 0.0, [predicted, predicted, predicted, *foreseen, *asking, *offer])
+            return LiteralArm(predicted, 0.0, [*[predicted] * 4, *foreseen, *asking, *offer])
         h = self.h(arm, predicted)
         head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
         alone, variance = float(h @ head), float(h @ covariance @ h)
@@ -271,6 +278,9 @@ class LiteralPosterior:
             mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
             mean = (1 - shared.guard) * alone + shared.guard * together
             variance = (1 - shared.guard) * variance + shared.guard * mixed
+        plain, trust = float(h @ shared.plain), shared.trust
+        mean = trust * mean + (1 - trust) * plain
+        variance = trust * variance + (1 - trust) * float(h @ shared.plain_covariance @ h)
         found = LiteralArm(mean, 0.0, [])
         for row, other in enumerate(pool):
             if row != own_row:
@@ -281,7 +291,7 @@ class LiteralPosterior:
             variance += left
         found.bonus = settings.alpha * math.sqrt(variance)
         foreseen = [found.mean, math.sqrt(variance + shared.noise), shared.reach]
-        found.noted = [predicted, alone, together, *foreseen, *asking, *offer]
+        found.noted = [predicted, plain, alone, together, *foreseen, *asking, *offer]
         return found
 
     def remembered(self, arm: LiteralShown, own: Sequence[LiteralSample]) -> tuple[float, float]:

@@ -157,8 +157,10 @@ def kinds(learner: PosteriorLearner, users: int, samples: int, generator: torch.
 
 
 def taught(learner: PosteriorLearner, teachers: list[Past], **changes: float) -> State:
-    """Shared state of an epoch with groups; `changes` replaces single numbers of it."""
+    """Shared state of an epoch with groups; `changes` replaces single numbers of it. Users' own heads decide, unless
+    changed: notes are random, so what they say of trust means nothing."""
     shared = learner.derive(learner.initial_shared(), [batch_of(teachers, learner.dtype)], 0, 512)
+    changes = {"trust": 1.0, **changes}
     return shared | {name: torch.full_like(shared[name], value) for name, value in changes.items()}
 
 
@@ -194,6 +196,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     learner = PosteriorLearner(settings, d, torch.float64)
     if draw(st.sampled_from([True, True, False])):
         changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
+        changes["trust"] = draw(st.sampled_from([0.0, 0.4, 1.0]))
         changes |= {"guard": draw(st.sampled_from([0.0, 0.3, 1.0]))} if settings.groups else {}
         shared = taught(learner, kinds(learner, draw(st.integers(1, 9)), 6, generator), **changes)
     else:
@@ -289,6 +292,9 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             centres=list(centres),
             voices=voices.tolist(),
             guard=float(numbers["guard"]),
+            plain=numbers["plain_mean"],
+            plain_covariance=numbers["plain_covariance"],
+            trust=float(numbers["trust"]),
             gain=float(numbers["gain"]),
             reach=float(numbers["reach"]),
             since=float(numbers["since"]),

@@ -151,7 +151,7 @@ class TestDefault:
         shared = learner.initial_shared()
         asked = one_request(learner, shared, seed=3)
         _, parts = asked.explained([0, 1])
-        head = asked.query.own["heads"][0, :, 2]
+        head = asked.query.own["heads"][0, :, -1]
         torch.testing.assert_close(parts.columns, asked.query.arms[:2] * head[1:4])
         torch.testing.assert_close(parts.intercept, head[:1].expand(2))
         torch.testing.assert_close(parts.rest(asked.scores().mean[:2]), torch.zeros(2, dtype=torch.float64))

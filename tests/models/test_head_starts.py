@@ -30,7 +30,8 @@ def taught(learner: PosteriorLearner, shared: State | None = None, seed: int = 0
     people = kinds(learner, 12, 16, generator_of(seed))
     stretch = torch.linspace(0.5, 3, learner.inputs_expected, dtype=torch.float64)
     people = [replace(person, features=person.features * stretch + seed + stretch) for person in people]
-    return learner.derive(shared or learner.initial_shared(), [batch_of(people)], events // 2, events)
+    derived = learner.derive(shared or learner.initial_shared(), [batch_of(people)], events // 2, events)
+    return derived | {"trust": torch.ones_like(derived["trust"])}  # else a start is mixed with everybody's plain head
 
 
 def start_of(learner: PosteriorLearner, shared: State, head: Tensor, trust: float) -> Tensor:

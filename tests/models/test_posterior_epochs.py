@@ -13,6 +13,7 @@ from models.learner import Query, State, UserBatch
 from models.posterior import PosteriorLearner
 from models.settings import PosteriorSettings
 from models.slates import Slates
+from models.upkeep import ALONE, EMBEDDED, TOGETHER
 from tests.models.posterior_worlds import (
     WIDE,
     Past,
@@ -112,7 +113,7 @@ def test_the_trunk_is_told_who_asked_at_the_decision() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
     shared, batch = learner.initial_shared(), batch_of(kinds(learner, 12, 8, generator_of(9)))
     others = batch.phi.clone()
-    others[..., 3:] = 1 - others[..., 3:]
+    others[..., EMBEDDED:] = 1 - others[..., EMBEDDED:]
     one, other = (learner.derive(shared, [replace(batch, phi=phi)], 0, 512) for phi in (batch.phi, others))
     assert not torch.allclose(one["trunk"], other["trunk"])
     for name in ("prior_mean", "prior_covariance", "noise", "group_pull", "guard", "gain"):
@@ -130,9 +131,9 @@ def test_the_trunk_learns_what_kinds_of_users_want() -> None:
     batch = batch_of([past(learner, 20, generator)] * 40, torch.float32)
     batch = replace(batch, features=features, rewards=(features[..., 0] * kind.unsqueeze(-1) > 0).float())
     batch.phi[...] = 0.0
-    batch.phi[..., 7] = kind.unsqueeze(-1)  # after six numbers, the coefficients of the constant and of x
+    batch.phi[..., EMBEDDED + 1] = kind.unsqueeze(-1)  # after predictions, the coefficients of the constant and of x
     shared = learner.derive(learner.initial_shared(), [batch], 0, 2_000)
-    assert learner.noted == 8
+    assert learner.noted == EMBEDDED + 2
     own = {name: torch.stack([value, value]) for name, value in learner.newborn(shared).items()}
     deviation = shared["prior_covariance"][1, 1].sqrt().float()
     own["head"][:, 1] = shared["prior_mean"][1].float() + deviation * torch.tensor([1.0, -1.0])
@@ -151,8 +152,8 @@ def foreseen(alone: float, together: float) -> Tensor:
     """The guard of users whose rewards were foreseen with these errors."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = batch_of(kinds(learner, 12, 20, generator_of(10)))
-    batch.phi[..., 1] = batch.rewards + alone
-    batch.phi[..., 2] = batch.rewards - together
+    batch.phi[..., ALONE] = batch.rewards + alone
+    batch.phi[..., TOGETHER] = batch.rewards - together
     return learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"]
 
 
@@ -166,9 +167,9 @@ def test_groups_are_believed_as_far_as_they_foresaw_better() -> None:
 def test_only_the_newer_half_of_what_groups_foresaw_counts() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = batch_of(kinds(learner, 12, 20, generator_of(10)), padding=7)
-    batch.phi[..., 1:3] = batch.rewards.unsqueeze(-1)
-    batch.phi[:, :10, 2] += 5.0  # when there was little to go by
-    batch.phi[:, 10:, 1] += 0.5
+    batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards.unsqueeze(-1)
+    batch.phi[:, :10, TOGETHER] += 5.0  # when there was little to go by
+    batch.phi[:, 10:, ALONE] += 0.5
     assert learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"] > 0.99
 
 
@@ -201,7 +202,7 @@ def disappointed() -> tuple[PosteriorLearner, State, UserBatch]:
     shared = learner.initial_shared() | {"epoch": torch.tensor(9.0, dtype=torch.float64)}
     batch = batch_of(people)
     batch.epochs[:] = torch.arange(40) // 4  # epochs 0 to 9
-    batch.phi[..., 1:3] = batch.rewards.unsqueeze(-1)
+    batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards.unsqueeze(-1)
     batch.rewards[:, 32:] = 0.0
     return learner, shared, batch
 
@@ -214,7 +215,7 @@ def test_after_a_change_of_tastes_older_samples_fade() -> None:
     expected = learner.derive(shared | {"since": derived["since"]}, [batch], 640, 660)
     for name in ("prior_mean", "prior_covariance", "noise", "guard", "trunk"):
         assert torch.equal(derived[name], expected[name])  # the prior starts anew here, as it did there
-    calm = replace(batch, rewards=batch.phi[..., 1].clone())
+    calm = replace(batch, rewards=batch.phi[..., ALONE].clone())
     assert learner.derive(shared, [calm], 640, 660)["since"] == 0
     states = learner.fit(derived, batch, {})
     assert states["since"].tolist() == [10.0] * 16

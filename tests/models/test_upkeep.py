@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.learner import UserBatch
-from models.upkeep import CHANGE_SAMPLES, FADED, TOGETHER, Samples, sample_weights, tastes_changed
+from models.upkeep import CHANGE_SAMPLES, EMBEDDED, FADED, TOGETHER, Samples, sample_weights, tastes_changed
 
 
 def batch_of(counts: list[int], epochs: list[list[int]]) -> UserBatch:
@@ -83,7 +83,7 @@ def foreseen(*parts: tuple[int, int, float]) -> Samples:
     epochs = torch.cat([torch.full((count,), epoch) for epoch, count, _ in parts])
     short = torch.cat([torch.full((count,), by) for _, count, by in parts]).double()
     rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
-    notes = torch.zeros(epochs.shape[0], 4, dtype=torch.float64)
+    notes = torch.zeros(epochs.shape[0], EMBEDDED, dtype=torch.float64)
     notes[:, TOGETHER] = 0.5 + short
     return Samples(torch.zeros(epochs.shape[0], 1), rewards, notes, epochs, torch.ones(epochs.shape[0]))
 
