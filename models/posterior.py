@@ -64,6 +64,8 @@ EMBEDDING_REACH = 4.0
 VOICES_MAX = 256
 #: Applied events from which groups are looked for.
 GROUPS_FROM_EVENTS = 256
+#: The same for the plain head where inputs are wide: the principal directions of few samples tell arms hardly apart.
+WIDE_PLAIN_FROM_EVENTS = 256
 #: Seeds that a generator takes.
 SEEDS = 1 << 63
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
@@ -325,7 +327,8 @@ class PosteriorLearner(Learner):
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
             derived |= self._grouped_anew(prior, users, teaching)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
-        if self.settings.heads and self.settings.plain:
+        early = self.inputs.narrowed and total_events < WIDE_PLAIN_FROM_EVENTS
+        if self.settings.heads and self.settings.plain and not early:
             trust = trust_of(batches, prior.noise, derived["since"])
             derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior.noise, trust).state()
         if self.settings.memory and refit:

@@ -11,7 +11,7 @@ from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, Plai
 from models.posterior import PosteriorLearner
 from models.prior import Statistics
 from models.upkeep import ALONE, PLAIN, TOGETHER
-from tests.models.posterior_worlds import Scene, answered, batch_of, generator_of, kinds, small, taught
+from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
 from tests.models.worlds import close
 
 
@@ -84,6 +84,16 @@ def test_who_is_not_trusted_is_judged_for_like_everybody(trust: float) -> None:
 
 def test_before_any_event_users_own_heads_decide() -> None:
     assert PosteriorLearner(small(), 3).initial_shared()["trust"] == 1
+
+
+def test_of_wide_inputs_it_waits_for_events() -> None:
+    learner = PosteriorLearner(small(**WIDE), 3, torch.float64)
+    assert learner.inputs.narrowed
+    batch = population(learner)
+    early, later = (learner.derive(learner.initial_shared(), [batch], 0, events) for events in (255, 256))
+    assert early["trust"] == 1
+    assert not early["plain_mean"].any()
+    assert later["plain_mean"].any()
 
 
 def test_it_can_be_left_out() -> None:
