@@ -68,9 +68,15 @@ def pull_of_unseen(prior: Prior) -> HeadsGradient:
 def log_marginal(mean: Tensor, precision: Tensor, noise: Tensor, users: Statistics) -> Tensor:
     """log p(rewards; μ, Λ, σ²) of each user, heads integrated out, from their statistics: [U]."""
     natural = users.moment / noise + precision @ mean  # [U, D]
-    inner = users.gram / noise + precision  # [U, D, D], the posterior's precision
-    found = torch.linalg.solve(inner, natural.unsqueeze(-1)).squeeze(-1)  # [U, D]
+    factor = torch.linalg.cholesky(users.gram / noise + precision)  # [U, D, D], of the posterior's precision
+    found = torch.linalg.solve_triangular(factor, natural.unsqueeze(-1), upper=False).squeeze(-1)  # [U, D]
     # Log density at the posterior's mean w: prior · likelihood / posterior, where squares combine.
-    squares: Tensor = users.squares / noise + mean @ precision @ mean - (natural * found).sum(-1)  # [U]
-    volumes: Tensor = torch.logdet(precision) - torch.logdet(inner) - users.events * (2 * math.pi * noise).log()  # [U]
-    return 0.5 * (volumes - squares)
+    squares: Tensor = users.squares / noise + mean @ precision @ mean - found.square().sum(-1)  # [U]
+    volumes = _log_determinant(torch.linalg.cholesky(precision)) - _log_determinant(factor)  # [U]
+    missing: Tensor = users.events * (2 * math.pi * noise).log()  # [U]
+    return 0.5 * (volumes - missing - squares)
+
+
+def _log_determinant(factor: Tensor) -> Tensor:
+    """Of LLᵀ, by L [..., D, D]: [...]."""
+    return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
