@@ -85,8 +85,9 @@ class Surrogate:
 
     intercept: float
     coefficients: Tensor  # [k]
-    low: Tensor  # [k]
-    high: Tensor  # [k]
+    errors: Tensor  # their standard errors [k]
+    freedom: float  # degrees of freedom of these
+    confidence: float  # of intervals
     ridge: float
     #: Mean squared error on sets held out, before they joined the others.
     held_out_error: float
@@ -94,6 +95,22 @@ class Surrogate:
     variance: float
     #: The part of it that no line explains, as estimated from the residuals.
     residual: float
+
+    @property
+    def low(self) -> Tensor:
+        """Lower ends of the intervals of coefficients [k]."""
+        return self.coefficients - self._reach()
+
+    @property
+    def high(self) -> Tensor:
+        """Upper ends [k]."""
+        return self.coefficients + self._reach()
+
+    def _reach(self) -> Tensor:
+        # Imported here: it takes a third of a second, and whoever serves or teaches has no use for it.
+        from scipy.special import stdtrit
+
+        return float(stdtrit(self.freedom, 0.5 + self.confidence / 2)) * self.errors
 
     def predict(self, members: Tensor) -> Tensor:
         """g(S) of sets [n, k]: [n]."""
@@ -119,16 +136,12 @@ def fit_surrogate(members: Tensor, losses: Tensor, settings: TransferSettings) -
         before = _Ridge(x[~judges], y[~judges], ridge)
         error = float((x[judges] @ before.coefficients - y[judges]).square().mean())
     fit = _Ridge(x, y, ridge)
-    spread = (fit.residual * fit.inverse.diagonal()).clamp_min(0).sqrt()  # [k]
-    # Imported here: it takes a third of a second, and whoever serves has no use for it.
-    from scipy.special import stdtrit
-
-    quantile = float(stdtrit(max(1.0, len(y) - fit.freedom), 0.5 + settings.confidence / 2))
     return Surrogate(
         intercept,
         fit.coefficients,
-        fit.coefficients - quantile * spread,
-        fit.coefficients + quantile * spread,
+        (fit.residual * fit.inverse.diagonal()).clamp_min(0).sqrt(),
+        max(1.0, len(y) - fit.freedom),
+        settings.confidence,
         ridge,
         error,
         float(y.var(correction=0)),

@@ -113,8 +113,10 @@ class TrunkState:
     def after(self, gradient: Tensor, rate: float, decay: float) -> TrunkState:
         """One step of AdamW."""
         steps = self.steps + 1
-        first = BETA1 * self.first + (1 - BETA1) * gradient
-        second = BETA2 * self.second + (1 - BETA2) * gradient.square()
+        first = self.first.lerp(gradient, 1 - BETA1)
+        second = (self.second * BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         root = (1 - BETA2**steps).sqrt()  # [] float64
-        step = first / (second.sqrt() + (EPSILON * root).to(first.dtype)) * (root / (1 - BETA1**steps)).to(first.dtype)
-        return TrunkState(self.parameters * (1 - rate * decay) - rate * step, first, second, steps)
+        # In as few passes over all parameters as it takes: there is a step every few events.
+        spread = second.sqrt().add_((EPSILON * root).to(first.dtype))  # [p]
+        step = (first * (rate * root / (1 - BETA1**steps)).to(first.dtype)).div_(spread)  # [p]
+        return TrunkState((self.parameters * (1 - rate * decay)).sub_(step), first, second, steps)

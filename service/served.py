@@ -167,9 +167,8 @@ class ServedModel:
                 else:
                     self._put_guest(state)
         if pooled:
-            names, held = self.learner.fields, pooled.values()
-            stacked = {name: torch.from_numpy(np.stack([state.tensors[name] for state in held])) for name in names}
-            self._pool.put(list(pooled), stacked)
+            held = {name: _stacked([state.tensors[name] for state in pooled.values()]) for name in self.learner.fields}
+            self._pool.put(list(pooled), {name: torch.from_numpy(array) for name, array in held.items()})
 
     def begin(self, began: Iterable[tuple[str, int]]) -> None:
         """Users are in these incarnations, or later ones: drop what is held of an earlier, and take no more of it.
@@ -374,3 +373,8 @@ def _joined(briefs: Sequence[Arrays]) -> Arrays:
     if len(briefs) == 1:
         return briefs[0]
     return {name: library_of(first).concatenate([brief[name] for brief in briefs]) for name, first in briefs[0].items()}
+
+
+def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays of one shape as one [n, …]; one alone, which is the usual case, is not copied."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

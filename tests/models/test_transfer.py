@@ -224,5 +224,5 @@ class TestAlgorithm:
 
 def test_a_surrogate_is_a_plain_record() -> None:
     ends = torch.tensor([0.1, -0.2])
-    found = Surrogate(1.0, ends, ends, ends, 0.0, 0.0, 0.0, 0.0)
+    found = Surrogate(1.0, ends, 0 * ends, 1.0, 0.9, 0.0, 0.0, 0.0, 0.0)
     assert found.predict(torch.tensor([[True, True], [False, False]])).tolist() == pytest.approx([0.9, 1.0])
