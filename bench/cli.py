@@ -17,8 +17,6 @@ from bench.cli_options import (
     Env,
     Jobs,
     Json,
-    PartPlots,
-    Parts,
     Plot,
     PlotFolder,
     Quick,
@@ -28,7 +26,7 @@ from bench.cli_options import (
     parse_names,
     parse_seeds,
 )
-from bench.cli_transfer import transfer
+from bench.cli_parts import bayes, fusion, transfer
 
 EPILOG: Final = """
 [bold]Examples[/bold]
@@ -61,7 +59,8 @@ def _bench() -> None:
     pass
 
 
-bench_app.command()(transfer)
+for several_parts in (fusion, bayes, transfer):
+    bench_app.command()(several_parts)
 
 
 @bench_app.command()
@@ -126,61 +125,6 @@ def hostile(
         plan = replace(plan, attacks=parse_names(only, ATTACKS, "--only", separator=";"))
     report = measure_hostile(plan, quick=quick, console=console)
     print_hostile(report, console)
-    finish(report, json, check=check, failed=False)
-
-
-@bench_app.command()
-def fusion(
-    seeds: Seeds = "100-102",
-    data: Data = None,
-    json: Json = None,
-    plot: PartPlots = None,
-    part: Parts = None,
-    quick: Quick = False,
-    check: Check = False,
-) -> None:
-    """Learners for new profiles out of those of others, before and after a few points, against other warm starts.
-
-    [bold]sine[/]: networks for y = a sin(x + b), with 800 of the model-fusion authors' networks as sources, and with
-    five sources a band and targets in the gaps between them. [bold]profiles[/]: first rounds of new users in a world
-    where profiles tell what they like. [bold]movielens[/]: the same with age, gender and occupation, which tell little.
-    [bold]timing[/]: how long training takes, and a warm start.
-    """
-    from bench.fusion import PARTS, measure_fusion
-    from bench.fusion_plan import FusionPlan
-
-    parts = tuple(PARTS) if part is None else parse_names(part, PARTS, "--part")
-    plan = FusionPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
-    report = measure_fusion(plan.quick() if quick else plan, parts, quick=quick, console=console)
-    report.print_bars(console)
-    finish(report, json, check=check, failed=False)
-
-
-@bench_app.command()
-def bayes(
-    seeds: Seeds = "100-102",
-    data: Data = None,
-    json: Json = None,
-    plot: PartPlots = None,
-    part: Parts = None,
-    quick: Quick = False,
-    check: Check = False,
-) -> None:
-    """Priors learned from posteriors of many tasks (GEM-BML against MAML and Reptile), and what posteriors are worth.
-
-    [bold]sinusoids[/]: error on new sine tasks after a few steps. [bold]gradient[/]: error of the meta-gradient where
-    the analytic one is known. [bold]cost[/]: memory and time of a meta-update. [bold]heads[/]: users' heads against the
-    analytic posterior. [bold]fewshot[/]: intervals after ten points (LLAMA). [bold]bandits[/]: Thompson sampling
-    against UCB. [bold]calibration[/]: rewards against what was foreseen of them. [bold]tuning[/], only if asked for:
-    how the settings of sinusoids were chosen.
-    """
-    from bench.bayes import PARTS, USUAL, measure_bayes
-    from bench.bayes_plan import BayesPlan
-
-    parts = USUAL if part is None else parse_names(part, PARTS, "--part")
-    plan = BayesPlan(seeds=tuple(parse_seeds(seeds)), data=data, plot=plot)
-    report = measure_bayes(plan.quick() if quick else plan, parts, quick=quick, console=console)
-    report.print_bars(console)
     finish(report, json, check=check, failed=False)
 
 
