@@ -160,13 +160,11 @@ async def test_claim_looks_past_busy_entries(stream: EventStream, make_event, ne
     user = neighbours[0]
     await stream.enqueue([make_event(user, f"e{n}") for n in range(30)])
     everything = await stream.read(0, "one", count=30, block_ms=0)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
     # all but the last are young again, more of them than one step of the scan looks at
-    for delivery in everything[:29]:
-        await stream._redis.xclaim(
-            stream._keys.events(0), LEARNERS, "busy", min_idle_time=0, message_ids=[delivery.entry_id]
-        )
-    [claimed] = await stream.claim_stalled(0, "two", min_idle_ms=40, count=1)
+    busy = [delivery.entry_id for delivery in everything[:29]]
+    await stream._redis.xclaim(stream._keys.events(0), LEARNERS, "busy", min_idle_time=0, message_ids=busy)
+    [claimed] = await stream.claim_stalled(0, "two", min_idle_ms=400, count=1)
     assert claimed.entry_id == everything[29].entry_id
 
 
