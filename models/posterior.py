@@ -218,7 +218,7 @@ class PosteriorLearner(Learner):
         kept = in_radii(own["kept_heads"][..., 1 : 1 + self.inputs.seen], self.settings.memory_radius)
         return {
             "heads": cast(library.stack([everybodys, beliefs.alone, beliefs.together, head], -1), like),  # [R, D, 4]
-            "covariance": cast(plain.spread_beside(beliefs.covariance()), like),
+            "covariance": cast(beliefs.covariance(), like),
             "embedding": embedding,
             # User by user: in one product of all, rounding would depend on who else is briefed.
             "asked": (embedding[:, None] @ outline["asking"])[:, 0] + outline["layers"][0][1],
@@ -330,7 +330,7 @@ class PosteriorLearner(Learner):
         early = self.inputs.narrowed and total_events < WIDE_PLAIN_FROM_EVENTS
         if self.settings.heads and self.settings.plain and not early:
             trust = trust_of(batches, prior.noise, derived["since"])
-            derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior.noise, trust).state()
+            derived |= PlainHead.fitted(users, teaching, self.inputs.seen, trust).state()
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
         return {**derived, "epoch": shared["epoch"] + 1}

@@ -23,6 +23,9 @@ from models.prior import Prior, Statistics
 TRUNK, PLAIN, ALONE, TOGETHER, MEAN, DEVIATION, REACH, EMBEDDED = range(8)
 #: Largest evidence, in nats, that the guard takes for or against groups.
 GUARD_REACH: Final = 30.0
+#: Evidence against users' heads, in nats, at which the plain one counts as much: a choice by it teaches little of who
+#: differs, so that it has to foresee clearly more.
+TRUST_AHEAD: Final = 10.0
 #: Evidence, in nats, from which another gain of the memory is believed in.
 GAIN_EVIDENCE: Final = 3.0
 #: A change of tastes is looked for in the latest so many epochs, with at least so many samples there and before.
@@ -122,7 +125,7 @@ def trust_of(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tens
     Of the newest quarter only: users' heads start far behind, and what they missed then is not to be held against them.
     """
     missed = _missed(batches, since, 1 / 4)
-    return _weighed(missed[PLAIN] - torch.minimum(missed[ALONE], missed[TOGETHER]), noise)
+    return _weighed(missed[PLAIN] - torch.minimum(missed[ALONE], missed[TOGETHER]), noise, TRUST_AHEAD)
 
 
 def _missed(batches: Sequence[UserBatch], since: Tensor, share: float) -> Tensor:
@@ -137,9 +140,9 @@ def _missed(batches: Sequence[UserBatch], since: Tensor, share: float) -> Tensor
     return missed
 
 
-def _weighed(less: Tensor, noise: Tensor) -> Tensor:
-    """The weight [] of one side of two whose squared errors are less by so much [], at even odds before."""
-    return (less / (2 * noise)).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
+def _weighed(less: Tensor, noise: Tensor, ahead: float = 0.0) -> Tensor:
+    """The weight [] of one side of two whose squared errors are less by so much [], and that was ahead by some nats."""
+    return (less / (2 * noise) + ahead).clamp(-GUARD_REACH, GUARD_REACH).sigmoid()
 
 
 def gain_of(

@@ -37,7 +37,6 @@ class LiteralShared:
     voices: list[float]
     guard: float  # λ
     plain: Array  # everybody's plain head [D]
-    plain_covariance: Array  # [D, D]
     trust: float  # τ, in users' own
     gain: float  # g
     reach: float
@@ -278,9 +277,8 @@ class LiteralPosterior:
             mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
             mean = (1 - shared.guard) * alone + shared.guard * together
             variance = (1 - shared.guard) * variance + shared.guard * mixed
-        plain, trust = float(h @ shared.plain), shared.trust
-        mean = trust * mean + (1 - trust) * plain
-        variance = trust * variance + (1 - trust) * float(h @ shared.plain_covariance @ h)
+        plain = float(h @ shared.plain)
+        mean = shared.trust * mean + (1 - shared.trust) * plain
         found = LiteralArm(mean, 0.0, [])
         for row, other in enumerate(pool):
             if row != own_row:

@@ -293,7 +293,6 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             voices=voices.tolist(),
             guard=float(numbers["guard"]),
             plain=numbers["plain_mean"],
-            plain_covariance=numbers["plain_covariance"],
             trust=float(numbers["trust"]),
             gain=float(numbers["gain"]),
             reach=float(numbers["reach"]),
