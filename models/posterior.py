@@ -244,8 +244,8 @@ class PosteriorLearner(Learner):
             return Scores(predicted, known, nobody, notes, known, draws)
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
         said, variance = said_of(h, query.slates, own)
-        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, said[:, :3]
-        mean, apart = said[:, 3], None
+        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, said[:, :-1]
+        mean, apart = said[:, -1], None
         group_size = count_agreeing(pool["head"], h, mean, self._reach(variance), slates.spread(query.own_row))
         if self.settings.memory:
             correction, left = remember(
@@ -282,7 +282,7 @@ class PosteriorLearner(Learner):
         # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored.
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
         said, variance = said_of(h, query.slates, query.own)
-        prediction, threshold = said[:, 3][rows], self._reach(variance)[rows]
+        prediction, threshold = said[:, -1][rows], self._reach(variance)[rows]
         predictions = (h @ pool["head"].mT)[rows]  # [n, P]
         near = abs(predictions - prediction[:, None]) <= threshold[:, None]
         return Agreement(prediction, threshold, predictions, without_asker(near, query.own_row))
