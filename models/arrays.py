@@ -115,12 +115,30 @@ def rectified(array: Array) -> Array:
     return array.relu_() if isinstance(array, Tensor) else np.maximum(array, 0, out=array)
 
 
-def nowhere_positive(array: Array) -> Array:
-    """min(0, x), in place."""
-    return array.clamp_max_(0) if isinstance(array, Tensor) else np.minimum(array, 0, out=array)
+def exponential(array: Array) -> Array:
+    """exp(x), in place."""
+    return array.exp_() if isinstance(array, Tensor) else np.exp(array, out=array)
 
 
-def bounded(array: Array, low: float, high: float) -> Array:
+def dots(one: Array, other: Array) -> Array:
+    """Products of vectors in the last dimension, summed."""
+    return torch.linalg.vecdot(one, other) if isinstance(one, Tensor) else np.vecdot(one, other)
+
+
+def magnitude(array: Array) -> Array:
+    """|x|, in place."""
+    return array.abs_() if isinstance(array, Tensor) else np.abs(array, out=array)
+
+
+def count_true(mask: Array) -> Array:
+    """How many of the last dimension are true, int64."""
+    if isinstance(mask, Tensor):
+        return mask.sum(-1)
+    # A sum would make a number of each first, which takes longer than all that led to the mask.
+    return np.bitwise_count(np.packbits(mask, axis=-1)).sum(-1, dtype=np.int64)
+
+
+def bounded(array: Array, low: Array | float, high: Array | float) -> Array:
     """min(max(x, low), high), in place."""
     if isinstance(array, Tensor):
         return array.clip_(low, high)

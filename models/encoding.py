@@ -9,10 +9,13 @@ posteriors whose cost grows with the cube of their inputs, so wide inputs reach 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self, final
+
 import torch
 from torch import Tensor
 
-from models.arrays import Array, bounded, library_of
+from models.arrays import Array, bounded, cast, library_of, packed
 from models.normalizer import CONSTANT_RELATIVE_SPREAD, Moments
 
 #: Narrowest bin, in standard deviations: a column with few distinct values would have bins of no width.
@@ -52,18 +55,53 @@ def quantile_edges(z: Tensor, bins: int) -> Tensor:
     return torch.cat([quantiles[:, :1], quantiles[:, :1] + gaps.cumsum(1)], dim=1)
 
 
-def pieces(edges: Array) -> tuple[Array, Array]:
-    """Where each piece begins and 1 over its width, both [d, bins]."""
-    return edges[:, :-1], 1 / (edges[:, 1:] - edges[:, :-1])
-
-
-def piecewise(z: Array, begin: Array, rate: Array) -> Array:
-    """Codes [..., d·bins] of standardised inputs [..., d], by `pieces`."""
-    codes = z[..., None] - begin  # [..., d, bins]
-    codes *= rate
+def piecewise(z: Array, edges: Array) -> Array:
+    """Codes [..., d·bins] of standardised inputs [..., d]."""
+    codes = z[..., None] - edges[:, :-1]  # [..., d, bins]
+    codes /= edges[:, 1:] - edges[:, :-1]
     bounded(codes, 0, 1)
     codes -= 0.5
     return codes.reshape(*z.shape[:-1], -1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ramps:
+    """What a first layer makes of inputs and their codes, in fewer passes: a code is its ramp min(max(z − t, 0), width)
+    over the width, less ½, and weights can take both on. An input itself is a ramp without ends; all are [d, 1 + bins].
+    """
+
+    begin: Array
+    least: Array
+    most: Array
+
+    @classmethod
+    def of(cls, edges: Tensor) -> Self:
+        """From edges [d, bins + 1]."""
+        own, width = torch.zeros_like(edges[:, :1]), edges.diff(dim=1)
+        begin, least = torch.cat([own, edges[:, :-1]], 1), torch.cat([own - torch.inf, torch.zeros_like(width)], 1)
+        return cls(begin, least, torch.cat([own + torch.inf, width], 1))
+
+    def packed(self) -> Ramps:
+        """For numpy."""
+        return Ramps(packed(self.begin), packed(self.least), packed(self.most))
+
+    def layer(self, weight: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """A first layer on [z, `piecewise(z)`], weights [d + d·bins, m] and offsets [m], as one on ramps."""
+        inputs, bins = self.most.shape[0], self.most.shape[1] - 1
+        plain, coded = weight[:inputs].unsqueeze(1), weight[inputs:].view(inputs, bins, -1)  # [d, 1, m], [d, bins, m]
+        on_ramps = torch.cat([plain, coded / self.most[:, 1:].unsqueeze(-1)], 1)
+        return on_ramps.flatten(0, 1), offset - 0.5 * coded.sum((0, 1))
+
+    def values(self, z: Array) -> Array:
+        """Ramps [n, d·(1 + bins)] of standardised inputs [n, d]."""
+        ramps = z[..., None] - self.begin  # [n, d, 1 + bins]
+        return bounded(ramps, self.least, self.most).reshape(z.shape[0], -1)
+
+    def gradient(self, z: Array, delta: Array) -> Array:
+        """∂/∂z [n, d] from ∂/∂ of the ramps of z [n, d]."""
+        ramps = z[..., None] - self.begin  # [n, d, 1 + bins]
+        return (delta.reshape(ramps.shape) * cast((ramps > self.least) & (ramps < self.most), z)).sum(-1)
 
 
 def products_for(inputs: int, most: int) -> int:

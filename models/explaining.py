@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from models.arrays import Array, cast, double, library_of, on_device, rectified, zeros
+from models.arrays import Array, double, library_of, on_device, rectified, zeros
 from models.normalizer import LARGEST_DEVIATION
 
 
@@ -85,16 +85,6 @@ def through_layers(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array
     for (weight, _), alive in zip(reversed(layers[1:]), reversed(active), strict=True):
         delta = (delta @ weight.mT) * alive
     return delta @ layers[0][0].mT
-
-
-def through_codes(z: Array, pieces: tuple[Array, Array] | None, delta: Array) -> Array:
-    """∂/∂z [n, d] from ∂/∂ of what the trunk sees of z [n, d], [z, `piecewise(z)`]."""
-    if pieces is None:
-        return delta
-    begin, rate = pieces  # [d, bins]
-    code = (z[..., None] - begin) * rate  # [n, d, bins]
-    plain, coded = delta[:, : z.shape[-1]], delta[:, z.shape[-1] :]
-    return plain + (coded.reshape(code.shape) * rate * cast((code > 0) & (code < 1), z)).sum(-1)
 
 
 def through_unit(gradient: Array, x: Array) -> Array:

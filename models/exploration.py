@@ -41,6 +41,17 @@ class Policy(ABC):
         """The chance of each arm to be chosen next; sums to 1. `drawn` has as many draws as it wants, if any."""
 
 
+def _shared_by_the_best(score: Vector, share: float, chances: Vector) -> Vector:
+    """Chances with this share added, in place, to that of the arm with the largest score; ties share evenly."""
+    best = score.argmax()
+    ties = score == score[best]
+    if (count := np.count_nonzero(ties)) > 1:
+        chances[ties] += share / count
+    else:
+        chances[best] += share
+    return chances
+
+
 @final
 class UpperConfidence(Policy):
     """`ucb`: the arm with the largest mean + bonus; ties share evenly."""
@@ -48,10 +59,7 @@ class UpperConfidence(Policy):
     name = "ucb"
 
     def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
-        score = mean + bonus
-        best = score == score.max()
-        shares: Vector = best / np.count_nonzero(best)
-        return shares
+        return _shared_by_the_best(mean + bonus, 1.0, np.zeros(len(mean)))
 
 
 @final
@@ -66,8 +74,8 @@ class FlooredUpperConfidence(Policy):
         self.epsilon = epsilon
 
     def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
-        greedy = UpperConfidence().probabilities(mean, bonus)
-        return (1 - self.epsilon) * greedy + self.epsilon / len(mean)
+        floor = np.zeros(len(mean)) + self.epsilon / len(mean)
+        return _shared_by_the_best(mean + bonus, 1 - self.epsilon, floor)
 
 
 @final

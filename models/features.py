@@ -100,21 +100,20 @@ def assemble(layout: FeatureLayout, arms: Sequence[Features], context: Features 
 
 def join_context(layout: FeatureLayout, vectors: Vectors, context: Features | None) -> Vectors:
     """The same from what `arm_vectors` made of the arms."""
-    count = len(vectors)
-    parts = [vectors]
-    with np.errstate(over="ignore", invalid="ignore"):  # sums and products may leave float32: refused below
-        if layout.context:
+    inputs = np.ones((len(vectors), layout.dimension), dtype=np.float32)  # the last column is the intercept's
+    inputs[:, : layout.arm] = vectors
+    if layout.context:
+        with np.errstate(over="ignore", invalid="ignore"):  # sums and products may leave float32: refused below
             row = _context_vector(layout, context)
             if not np.isfinite(row).all():
                 raise FeatureError(("context",), TOO_LARGE)
-            parts.append(np.broadcast_to(row, (count, layout.context)))
+            described = layout.arm + layout.context
+            inputs[:, layout.arm : described] = row
             if layout.products:
-                parts.append((vectors[:, :, None] * row).reshape(count, -1))
-        elif context is not None:
-            raise FeatureError(("context",), "this namespace takes no context: its first request had none")
-    if layout.intercept:
-        parts.append(np.ones((count, 1), dtype=np.float32))
-    inputs = np.concatenate(parts, axis=1)
+                crossed = vectors[:, :, None] * row  # [k, arm, context]
+                inputs[:, described : described + crossed[0].size] = crossed.reshape(len(vectors), -1)
+    elif context is not None:
+        raise FeatureError(("context",), "this namespace takes no context: its first request had none")
     finite = np.isfinite(inputs)
     if not finite.all():
         raise FeatureError(("arms", int(finite.all(axis=1).argmin()), "features"), TOO_LARGE)

@@ -14,7 +14,6 @@ from models.encoding import (
     centring,
     even_edges,
     pair_products,
-    pieces,
     piecewise,
     principal_directions,
     products_for,
@@ -82,11 +81,7 @@ class ArmInputs:
 
     def codes(self, shared: Arrays, z: Array) -> Array:
         """What the trunk sees of standardised inputs [..., d]."""
-        if not self.bins:
-            return z
-        # An outline has them worked out: they are the same for every request of an epoch.
-        begin, rate = shared["pieces"] if "pieces" in shared else pieces(shared["edges"])
-        return library_of(z).concatenate([z, piecewise(z, begin, rate)], -1)
+        return library_of(z).concatenate([z, piecewise(z, shared["edges"])], -1) if self.bins else z
 
     def heads(self, shared: Arrays, z: Array, predicted: Array) -> Array:
         """h = [1, x, products of x where they are few, p]: z [..., d], predicted [...] → [..., D]."""

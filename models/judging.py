@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from models.arrays import Array, cast, inverse, library_of, on_device, rectified, zeros
-from models.memory import in_radii, kernel, recall
+from torch import Tensor
+
+from models.arrays import Array, count_true, dots, double, inverse, library_of, magnitude, on_device, rectified, zeros
+from models.memory import kernel, recall
 from models.prior import Groups, Prior
 from models.slates import Slates
 
@@ -59,7 +61,7 @@ def believe(prior: Prior, groups: Groups | None, guard: Array, gram: Array, mome
 def said_of(arms: Array, slates: Slates, own: Mapping[str, Array]) -> tuple[Array, Array]:
     """What the asking users' `heads` [R, D, n] say of arms h [N, D], [N, n], and the variance by `covariance` [N]."""
     side_by_side = slates.padded(arms)  # [R, K, D]
-    spread = ((side_by_side @ own["covariance"]) * side_by_side).sum(-1)  # [R, K]
+    spread = dots(side_by_side @ own["covariance"], side_by_side)  # [R, K]
     return slates.flat(side_by_side @ own["heads"]), rectified(slates.flat(spread))
 
 
@@ -69,15 +71,17 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
     heads [P, D] of the pool, arms [N, D], the user's own mean [N] and how far from it others may be [N], and the user's
     row in the pool [N], or [1] when all arms are asked about by one; −1 for none.
     """
-    library = library_of(arms)
     if not heads.shape[0]:
         return zeros((arms.shape[0],), row) + 1
-    agree = abs(arms @ heads.mT - mean[:, None]) <= reach[:, None]  # [N, P]
-    if row.shape[0] == 1:
-        themselves = agree[:, row[0]] & (row >= 0)
-    else:
-        themselves = agree[library.arange(row.shape[0], **on_device(row)), row] & (row >= 0)  # [N]
-    return agree.sum(-1) + ~themselves
+    away = arms @ heads.mT  # [N, P], the largest array of all: worked on in place
+    away -= mean[:, None]
+    agree = magnitude(away) <= reach[:, None]
+    found = count_true(agree)  # [N]
+    if row.shape[0] > 1:
+        return found + ~(agree[library_of(arms).arange(row.shape[0], **on_device(row)), row] & (row >= 0))
+    if isinstance(row, Tensor):  # which may be on a GPU, and is not to be waited for
+        return found + ~(agree[:, row[0]] & (row >= 0))
+    return found + (~agree[:, row[0]] if row[0] >= 0 else 1)
 
 
 def foretold(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:
@@ -85,19 +89,19 @@ def foretold(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> A
 
     Layers come as weights [columns, rows] and offsets [rows]; the offset of the first is part of `asked`.
     """
-    y = x @ layers[0][0] + asked
+    y = x @ layers[0][0]
+    y += asked
     for weight, offset in layers[1:]:
-        y = rectified(y) @ weight + offset
+        y = rectified(y) @ weight
+        y += offset
     return y[:, 0]
 
 
 def remember(x: Array, slates: Slates, own: Mapping[str, Array], gain: Array, radius: float) -> tuple[Array, Array]:
-    """By the users' memories: a correction [N], and the share of the noise's variance that is left [N].
+    """By the users' memories: a correction [N], and the share of the noise's variance that is left [N], in float64.
 
-    Arms as heads see them, x [N, c]; `own` has `kept_inputs` [R, S, c], in radii, `kept_squares`, `kept_residuals` and
-    `kept_weights` [R, S].
+    Arms as heads see them, [1, x] [N, 1 + c]; `own` has `kept_table` [R, 1 + c, S] and `kept_told` [R, S, 2].
     """
-    arms = slates.padded(in_radii(x, radius))  # [R, K, c]
-    near = kernel(arms, own["kept_inputs"], own["kept_squares"]) * own["kept_weights"][:, None]  # [R, K, S]
-    correction, left = recall(near, own["kept_residuals"], gain)
-    return cast(slates.flat(correction), x), cast(slates.flat(left), x)
+    near = kernel(slates.padded(double(x)), own["kept_table"], radius)  # [R, K, S]
+    correction, left = recall(near, own["kept_told"], gain)
+    return slates.flat(correction), slates.flat(left)

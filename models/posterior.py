@@ -25,13 +25,13 @@ from torch import Tensor
 from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, zeros
 from models.calibration import BINS, COLUMNS, NORMAL_REACH, judged
 from models.drawing import independent_draws, joint_draws, root
-from models.encoding import pieces
+from models.encoding import Ramps
 from models.explaining import Agreement, Contributions, without_asker
 from models.head_starts import HeadStarts
 from models.inputs import ArmInputs
 from models.judging import Beliefs, believe, count_agreeing, foretold, remember, said_of
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
-from models.memory import FIRST_GAIN, half_squares, in_radii
+from models.memory import FIRST_GAIN, kept_table, told
 from models.metaban import doubled
 from models.offer import on_offer
 from models.plain_head import PlainHead
@@ -198,12 +198,14 @@ class PosteriorLearner(Learner):
         (first, offset), *rest = self.trunk.layers(shared["trunk"])
         arms = first.shape[1] - self.embedded
         # Who asks is the same for all arms of a request, so that part of the first layer stands apart.
-        layers = [(first[:, :arms].mT, offset), *((weight.mT, offset) for weight, offset in rest)]
+        ramps = Ramps.of(shared["edges"]) if self.inputs.bins else None
+        seen = ramps.layer(first[:, :arms].mT, offset) if ramps else (first[:, :arms].mT, offset)
+        layers = [seen, *((weight.mT, offset) for weight, offset in rest)]
         asking = first[:, arms:].mT
         return arrays | {
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
             "asking": packed(asking) if as_numpy else asking,
-            "pieces": pieces(arrays["edges"]) if self.inputs.bins else None,
+            "ramps": ramps.packed() if ramps and as_numpy else ramps,
             "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
 
@@ -215,18 +217,22 @@ class PosteriorLearner(Learner):
         plain, embedding = PlainHead.stored(outline), self.embedding(outline, own["head"])
         head, everybodys = plain.beside(beliefs.head), zeros(beliefs.head.shape, beliefs.head) + plain.mean
         residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(head, like)[..., None])[..., 0]
-        kept = in_radii(own["kept_heads"][..., 1 : 1 + self.inputs.seen], self.settings.memory_radius)
+        kept = own["kept_heads"][..., : 1 + self.inputs.seen]
         return {
             "heads": cast(library.stack([everybodys, beliefs.alone, beliefs.together, head], -1), like),  # [R, D, 4]
             "covariance": cast(beliefs.covariance(), like),
-            "embedding": embedding,
+            "notes": self._noted_of_all(embedding, outline["reach"]),
             # User by user: in one product of all, rounding would depend on who else is briefed.
             "asked": (embedding[:, None] @ outline["asking"])[:, 0] + outline["layers"][0][1],
-            "kept_inputs": kept,
-            "kept_squares": half_squares(kept),
-            "kept_residuals": double(residuals),
-            "kept_weights": double(own["kept_weights"] * weight),
+            "kept_table": kept_table(kept, own["kept_weights"] * weight, self.settings.memory_radius),
+            "kept_told": told(residuals, outline["gain"]),
         }
+
+    def _noted_of_all(self, embedding: Array, reach: Array) -> Array:
+        """What is noted alike of all arms of a request: who asks [R, e], and the reach of intervals []; [R, q]."""
+        notes = zeros((embedding.shape[0], self.noted), embedding)
+        notes[:, EMBEDDED : self.offered_from], notes[:, REACH] = embedding, reach
+        return notes
 
     def brief_draws(self, brief: Arrays) -> Arrays:
         return brief if "root" in brief else {**brief, "root": root(brief["covariance"])}
@@ -235,10 +241,12 @@ class PosteriorLearner(Learner):
         own, slates, library = query.own, query.slates, library_of(query.arms)
         offer, z, predicted = self._seen(outline, query)
         notes = zeros((z.shape[0], self.noted), z)
-        notes[:, EMBEDDED : self.offered_from], notes[:, self.offered_from :] = slates.spread(own["embedding"]), offer
+        notes += slates.spread(own["notes"])
+        if self.inputs.apart:
+            notes[:, self.offered_from :] = offer
         if not self.settings.heads:
             nobody, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
-            notes[:, : MEAN + 1], notes[:, REACH] = predicted[:, None], outline["reach"]
+            notes[:, : MEAN + 1] = predicted[:, None]
             notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
             return Scores(predicted, known, nobody, notes, known, draws)
@@ -248,14 +256,12 @@ class PosteriorLearner(Learner):
         mean, apart = said[:, -1], None
         group_size = count_agreeing(pool["head"], h, mean, self._reach(variance), slates.spread(query.own_row))
         if self.settings.memory:
-            correction, left = remember(
-                h[:, 1 : 1 + self.inputs.seen], slates, own, outline["gain"], self.settings.memory_radius
-            )
-            apart = cast(outline["noise"] * left, variance)  # [N] what arms like this one would tell
-            mean, variance = mean + correction, variance + apart
+            known = h[:, : 1 + self.inputs.seen]
+            correction, left = remember(known, slates, own, outline["gain"], self.settings.memory_radius)
+            apart = cast(outline["noise"] * left, h)  # [N] what arms like this one would tell
+            mean, variance = mean + cast(correction, h), variance + apart
         sigma = library.sqrt(variance)
-        notes[:, MEAN], notes[:, REACH] = mean, outline["reach"]
-        notes[:, DEVIATION] = library.sqrt(variance + outline["noise_held"])
+        notes[:, MEAN], notes[:, DEVIATION] = mean, library.sqrt(variance + outline["noise_held"])
         draws = None
         if query.draws is not None:
             draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
@@ -267,8 +273,8 @@ class PosteriorLearner(Learner):
         z = self.inputs.standardized(outline, query.arms, offer)
         if not self.settings.trunk:
             return offer, z, library_of(z).zeros_like(z[:, 0])
-        asked = query.slates.spread(query.own["asked"])
-        return offer, z, foretold(outline["layers"], self.inputs.codes(outline, z), asked)
+        ramps, asked = outline["ramps"], query.slates.spread(query.own["asked"])
+        return offer, z, foretold(outline["layers"], ramps.values(z) if ramps else z, asked)
 
     def _reach(self, variance: Array) -> Array:
         """How far from the asking user's prediction others may be who agree, by the variance of it."""

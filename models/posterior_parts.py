@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.arrays import Array, zeros
-from models.explaining import Contributions, through_codes, through_layers, through_products, through_standardizing
+from models.explaining import Contributions, through_layers, through_products, through_standardizing
 from models.inputs import ArmInputs
 from models.judging import remember
 from models.learner import Query
@@ -32,19 +32,21 @@ def posterior_contributions(
     raw, own, nothing = query.arms[rows], query.own, zeros((rows.shape[0],), z)
     gradient = zeros(z.shape, z)  # ∂mean/∂z
     if settings.trunk:
-        delta = through_layers(outline["layers"], inputs.codes(outline, z), own["asked"])
-        gradient = through_codes(z, outline["pieces"], delta)
+        ramps = outline["ramps"]
+        delta = through_layers(outline["layers"], ramps.values(z) if ramps else z, own["asked"])
+        gradient = ramps.gradient(z, delta) if ramps else delta
     if not settings.heads:
         gradient = through_standardizing(gradient, z, outline["scale"])
         return Contributions.of(gradient, raw, intercept=nothing, memory=nothing)
     head, seen = own["heads"][0, :, -1], inputs.seen  # [D]
-    x = inputs.heads(outline, z, predicted)[:, 1 : 1 + seen]  # [n, c]
+    known = inputs.heads(outline, z, predicted)[:, : 1 + seen]  # [n, 1 + c]
+    x = known[:, 1:]
     by_head = zeros(x.shape, x) + head[1 : 1 + seen]
     if inputs.products:
         by_head = by_head + through_products(x, head[1 + seen : -1])
     gradient = gradient * head[-1] + (by_head @ outline["directions"].mT if inputs.narrowed else by_head)
     memory = nothing
     if settings.memory:
-        memory, _ = remember(x, Slates([rows.shape[0]]), own, outline["gain"], settings.memory_radius)
+        memory, _ = remember(known, Slates([rows.shape[0]]), own, outline["gain"], settings.memory_radius)
     gradient = through_standardizing(gradient, z, outline["scale"])
     return Contributions.of(gradient, raw, intercept=nothing + head[0], memory=memory)

@@ -163,7 +163,7 @@ def gain_of(
         own = means[start : start + h.shape[0]].to(h.dtype)
         start += h.shape[0]
         residuals = (batch.rewards - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
-        errors += foresight(h[..., 1 : 1 + inputs], residuals, batch.valid, radius)
+        errors += foresight(h[..., : 1 + inputs], residuals, batch.valid, radius)
     # Where little repeats, errors differ by chance: without evidence against it, the first value stands.
     worth = (errors[GAINS.index(FIRST_GAIN)] - errors) / (2 * prior.noise)  # [gains], in nats
     gains = torch.tensor(GAINS, dtype=torch.float64, device=means.device)

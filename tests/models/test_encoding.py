@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +12,11 @@ from torch import Tensor
 from models.encoding import (
     NARROWEST_BIN,
     SMALLEST_VARIANCE,
+    Ramps,
     bins_for,
     centring,
     even_edges,
     pair_products,
-    pieces,
     piecewise,
     principal_directions,
     products_for,
@@ -38,7 +39,7 @@ def moments_of(rows: Tensor) -> Moments:
 def test_codes_are_the_looped_ones(seed: int, d: int, bins: int, rows: int) -> None:
     z = rows_of(rows, d, seed)
     edges = quantile_edges(rows_of(40, d, seed + 1), bins)
-    codes = piecewise(z, *pieces(edges))
+    codes = piecewise(z, edges)
     assert codes.shape == (rows, d * bins)
     for row in range(rows):
         for column in range(d):
@@ -50,14 +51,39 @@ def test_codes_are_the_looped_ones(seed: int, d: int, bins: int, rows: int) -> N
 
 def test_codes_keep_leading_dimensions() -> None:
     z, edges = rows_of(24, 3), even_edges(3, 4).to(torch.float64)
-    cut = pieces(edges)
-    torch.testing.assert_close(piecewise(z.view(2, 3, 4, 3), *cut), piecewise(z, *cut).view(2, 3, 4, 12))
+    torch.testing.assert_close(piecewise(z.view(2, 3, 4, 3), edges), piecewise(z, edges).view(2, 3, 4, 12))
+
+
+def a_first_layer(inputs: int) -> tuple[Tensor, Tensor]:
+    return rows_of(inputs, 5, seed=3), rows_of(5, 1, seed=4).squeeze(-1)
+
+
+def test_a_layer_on_ramps_is_the_layer_on_inputs_and_codes() -> None:
+    z, edges = rows_of(30, 3), quantile_edges(rows_of(50, 3, 1), 4)
+    weight, offset = a_first_layer(3 + 3 * 4)
+    ramps = Ramps.of(edges)
+    folded, shifted = ramps.layer(weight, offset)
+    expected = torch.cat([z, piecewise(z, edges)], -1) @ weight + offset
+    torch.testing.assert_close(ramps.values(z) @ folded + shifted, expected)
+    in_numpy = ramps.packed()
+    np.testing.assert_array_equal(in_numpy.values(z.numpy()), ramps.values(z).numpy())
+
+
+def test_the_gradient_of_ramps_is_that_of_central_differences() -> None:
+    z, edges = rows_of(30, 3), quantile_edges(rows_of(50, 3, 1), 4)
+    ramps, weight = Ramps.of(edges), a_first_layer(3 * 5)[0]
+    found = ramps.gradient(z, weight[:, 0].expand(30, -1))
+    for column in range(3):
+        step = torch.zeros_like(z)
+        step[:, column] = 1e-7
+        rise = (ramps.values(z + step) - ramps.values(z - step)) @ weight[:, 0] / 2e-7
+        torch.testing.assert_close(found[:, column], rise, atol=1e-6, rtol=1e-6)
 
 
 def test_codes_never_fall_when_the_input_rises() -> None:
     edges = quantile_edges(rows_of(200, 1), 8)
     z = torch.linspace(-5, 5, 400, dtype=torch.float64).unsqueeze(-1)
-    codes = piecewise(z, *pieces(edges))
+    codes = piecewise(z, edges)
     assert (codes.diff(dim=0) >= 0).all()
     assert (codes[0] == -0.5).all()
     assert (codes[-1] == 0.5).all()
@@ -83,7 +109,7 @@ def test_edges_increase_even_where_few_values_are(values: list[float], rows: int
     z = torch.tensor(values, dtype=torch.float64).repeat(rows)[:rows].unsqueeze(-1)
     edges = quantile_edges(z, 6)
     assert (edges.diff(dim=1) >= NARROWEST_BIN * 0.999).all()
-    codes = piecewise(z, *pieces(edges))
+    codes = piecewise(z, edges)
     assert codes.isfinite().all()
     assert codes.unique(dim=0).shape[0] == z.unique().shape[0]  # what differs still looks different
 

@@ -205,7 +205,7 @@ def test_states_from_before_a_change_of_tastes(changes: dict[str, Any], dtype: t
     brief = learner.brief(learner.outline(scene.shared, as_numpy=True), as_arrays(own))
     all_same(brief, expected, TOLERANCE[dtype])
     unfaded = learner.brief(learner.outline(before, as_numpy=True), as_arrays(own))
-    for name in ("heads", "kept_weights"):
+    for name in ("heads", "kept_table"):
         np.testing.assert_array_equal(brief[name][0], unfaded[name][0])
         assert not np.allclose(brief[name][1], unfaded[name][1], atol=1e-3)
 
@@ -265,7 +265,9 @@ def test_fitting_and_judging_leave_what_they_are_given_as_it_is() -> None:
         *(getattr(batch, each.name) for each in fields(batch)),
         *(array for layer in outline["layers"] for array in layer),
         outline["asking"],
-        *outline["pieces"],
+        outline["ramps"].begin,
+        outline["ramps"].least,
+        outline["ramps"].most,
         asked.arms,
         asked.own_row,
     ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import models.memory
-from models.memory import GAINS, foresight, half_squares, in_radii, kernel, recall
+from models.memory import GAINS, foresight, kept_table, kernel, recall, told
 
 RADIUS = 0.087
 
@@ -21,9 +21,14 @@ def rows_of(*shape: int, seed: int = 0) -> Tensor:
 
 def near(x: Tensor, kept: Tensor, radius: float) -> Tensor:
     """The kernel of arms as they come."""
-    arms, others = in_radii(x, radius), in_radii(kept, radius)
-    found: Tensor = kernel(arms, others, half_squares(others))
+    arms, others = beside_one(x), beside_one(kept)
+    found: Tensor = kernel(arms.double(), kept_table(others, torch.ones_like(others[..., 0]), radius), radius)
     return found
+
+
+def beside_one(x: Tensor) -> Tensor:
+    """[1, x], as heads begin."""
+    return torch.cat([torch.ones_like(x[..., :1]), x], -1)
 
 
 def looped_kernel(one: Tensor, other: Tensor, radius: float) -> float:
@@ -54,6 +59,14 @@ def test_the_same_arm_is_the_same_in_float32() -> None:
     assert (similarity - torch.eye(6)).abs().max() < 1e-3
 
 
+def test_samples_count_what_they_weigh() -> None:
+    """None at all, too."""
+    arms = rows_of(2, 3, 4)
+    weights = torch.tensor([[1.0, 0.05, 0.0], [0.0, 1.0, 0.5]], dtype=torch.float64)
+    weighted = kernel(beside_one(arms), kept_table(beside_one(arms + 0.01), weights, RADIUS), RADIUS)
+    torch.testing.assert_close(weighted, near(arms, arms + 0.01, RADIUS) * weights.unsqueeze(1))
+
+
 @pytest.mark.parametrize("gain", [0.05, 1.0, 3.0])
 def test_recall_is_gaussian_process_regression_on_arms_seen_again(gain: float) -> None:
     """Arms identical or far apart: k(x, X)(K + I/g)⁻¹e, and what is left of g in units of the noise's variance."""
@@ -62,7 +75,8 @@ def test_recall_is_gaussian_process_regression_on_arms_seen_again(gain: float) -
     residuals = rows_of(6, seed=1)
     among = near(kept, kept, RADIUS).numpy()
     alike = near(arms, kept, RADIUS)
-    correction, left = recall(alike, residuals, torch.tensor(gain, dtype=torch.float64))
+    believed = torch.tensor(gain, dtype=torch.float64)
+    correction, left = recall(alike, told(residuals, believed), believed)
     solved = np.linalg.inv(gain * among + np.eye(6))
     for arm in range(4):
         k = gain * alike[arm].numpy()
@@ -73,7 +87,7 @@ def test_recall_is_gaussian_process_regression_on_arms_seen_again(gain: float) -
 
 
 def test_without_gain_nothing_is_recalled() -> None:
-    correction, left = recall(torch.ones(2, 3), torch.ones(2, 3), torch.tensor(0.0))
+    correction, left = recall(torch.ones(2, 3).double(), told(torch.ones(3), torch.tensor(0.0)), torch.tensor(0.0))
     assert not correction.any()
     assert not left.any()
 
@@ -105,7 +119,7 @@ def seen_again(seed: int = 2) -> tuple[Tensor, Tensor, list[int], Tensor]:
 
 def test_foresight_is_the_looped_one() -> None:
     x, residuals, counts, valid = seen_again()
-    errors = foresight(x, residuals, valid, RADIUS)
+    errors = foresight(beside_one(x), residuals, valid, RADIUS)
     assert errors.dtype == torch.float64
     np.testing.assert_allclose(errors, looped_foresight(x, residuals, counts, RADIUS), rtol=1e-10)
     assert errors.unique().numel() == len(GAINS)  # the memory had something to say
@@ -122,25 +136,29 @@ def test_foresight_never_looks_ahead() -> None:
         changed[0, -1] = last
         similarity = near(x[:, -1:], x[:, :-1], RADIUS)[0]
         for gain, whole, before in zip(
-            GAINS, foresight(x, changed, valid, RADIUS), foresight(x, residuals, earlier, RADIUS), strict=True
+            GAINS,
+            foresight(beside_one(x), changed, valid, RADIUS),
+            foresight(beside_one(x), residuals, earlier, RADIUS),
+            strict=True,
         ):
-            told, _ = recall(similarity, residuals[0, :-1], torch.tensor(gain, dtype=torch.float64))
-            assert (whole - before).item() == pytest.approx(((last - told) ** 2).item(), rel=1e-9, abs=1e-9)
+            believed = torch.tensor(gain, dtype=torch.float64)
+            recalled, _ = recall(similarity, told(residuals[0, :-1], believed), believed)
+            assert (whole - before).item() == pytest.approx(((last - recalled) ** 2).item(), rel=1e-9, abs=1e-9)
 
 
 def test_a_gain_pays_where_arms_earn_the_same_again() -> None:
     x = rows_of(60, 4, 3).repeat(1, 5, 1)
     earned = rows_of(60, 4, seed=1).repeat(1, 5)
     valid = torch.ones(60, 20, dtype=torch.bool)
-    same = foresight(x, earned, valid, RADIUS)
+    same = foresight(beside_one(x), earned, valid, RADIUS)
     assert int(same.argmin()) == len(GAINS) - 1
-    chance = foresight(x, rows_of(60, 20, seed=2), valid, RADIUS)
+    chance = foresight(beside_one(x), rows_of(60, 20, seed=2), valid, RADIUS)
     assert int(chance.argmin()) <= 1
 
 
 def test_users_in_chunks_are_the_same_users(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residuals, _, valid = seen_again()
-    whole = foresight(x, residuals, valid, RADIUS)
+    whole = foresight(beside_one(x), residuals, valid, RADIUS)
     for numbers in (1, 2 * 7 * 7):  # one user at a time, and two
         monkeypatch.setattr(models.memory, "KERNEL_NUMBERS_MAX", numbers)
-        torch.testing.assert_close(foresight(x, residuals, valid, RADIUS), whole, rtol=1e-10, atol=0)
+        torch.testing.assert_close(foresight(beside_one(x), residuals, valid, RADIUS), whole, rtol=1e-10, atol=0)
