@@ -180,7 +180,8 @@ class PosteriorLearner(Learner):
         return believe(stored_prior(shared), self._groups(shared), shared["guard"], gram, moment)
 
     def _head(self, shared: Arrays, gram: Array, moment: Array) -> Array:
-        return PlainHead.stored(shared).beside(self._believed(shared, gram, moment).head)
+        plain = PlainHead.stored(shared)
+        return plain.beside(plain.of_users(gram, moment), self._believed(shared, gram, moment).head)
 
     def _groups(self, shared: Arrays) -> Groups | None:
         if not self.settings.groups:
@@ -213,13 +214,14 @@ class PosteriorLearner(Learner):
         library, like = library_of(own["gram"]), own["gram"]
         # Whoever has had no event since tastes changed: what they were fitted to has faded meanwhile.
         weight = faded(own["since"] >= outline["since"], like)[:, None]  # [R, 1]
-        beliefs = self._believed(outline, double(own["gram"] * weight[..., None]), double(own["moment"] * weight))
-        plain, embedding = PlainHead.stored(outline), self.embedding(outline, own["head"])
-        head, everybodys = plain.beside(beliefs.head), zeros(beliefs.head.shape, beliefs.head) + plain.mean
+        gram, moment = double(own["gram"] * weight[..., None]), double(own["moment"] * weight)
+        beliefs, everybodys = self._believed(outline, gram, moment), PlainHead.stored(outline)
+        plain, embedding = everybodys.of_users(gram, moment), self.embedding(outline, own["head"])
+        head = everybodys.beside(plain, beliefs.head)
         residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(head, like)[..., None])[..., 0]
         kept = own["kept_heads"][..., : 1 + self.inputs.seen]
         return {
-            "heads": cast(library.stack([everybodys, beliefs.alone, beliefs.together, head], -1), like),  # [R, D, 4]
+            "heads": cast(library.stack([plain, beliefs.alone, beliefs.together, head], -1), like),  # [R, D, 4]
             "covariance": cast(beliefs.covariance(), like),
             "notes": self._noted_of_all(embedding, outline["reach"]),
             # User by user: in one product of all, rounding would depend on who else is briefed.
@@ -336,7 +338,7 @@ class PosteriorLearner(Learner):
         early = self.inputs.narrowed and total_events < WIDE_PLAIN_FROM_EVENTS
         if self.settings.heads and self.settings.plain and not early:
             trust = trust_of(batches, prior.noise, derived["since"])
-            derived |= PlainHead.fitted(users, teaching, self.inputs.seen, trust).state()
+            derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior, trust).state()
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
         return {**derived, "epoch": shared["epoch"] + 1}

@@ -37,6 +37,7 @@ class LiteralShared:
     voices: list[float]
     guard: float  # λ
     plain: Array  # everybody's plain head [D]
+    plain_level_events: float  # κ of users' levels
     trust: float  # τ, in users' own
     gain: float  # g
     reach: float
@@ -226,7 +227,19 @@ class LiteralPosterior:
 
     def head(self, samples: Sequence[LiteralSample]) -> Array:
         """The mean head: a user's own as far as it is trusted, else the plain one."""
-        return self.shared.trust * self.own_head(samples) + (1 - self.shared.trust) * self.shared.plain
+        return self.shared.trust * self.own_head(samples) + (1 - self.shared.trust) * self.plain_head(samples)
+
+    def plain_head(self, samples: Sequence[LiteralSample]) -> Array:
+        """Everybody's, with the user's level: what their rewards exceed it by, shrunk as if κ more had not."""
+        exceeded = counted = 0.0
+        for sample in samples:
+            exceeded += self.weight(sample) * (
+                sample.reward - float(self.h(sample.arm, sample.noted) @ self.shared.plain)
+            )
+            counted += self.weight(sample)
+        head = self.shared.plain.copy()
+        head[0] += exceeded / (counted + self.shared.plain_level_events)
+        return head
 
     def own_head(self, samples: Sequence[LiteralSample]) -> Array:
         """A user's own: alone with 1 − λ, in groups with λ."""
@@ -277,7 +290,7 @@ class LiteralPosterior:
             mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
             mean = (1 - shared.guard) * alone + shared.guard * together
             variance = (1 - shared.guard) * variance + shared.guard * mixed
-        plain = float(h @ shared.plain)
+        plain = float(h @ self.plain_head(own))
         mean = shared.trust * mean + (1 - shared.trust) * plain
         found = LiteralArm(mean, 0.0, [])
         for row, other in enumerate(pool):

@@ -9,7 +9,7 @@ from torch import Tensor
 from models.learner import State, UserBatch
 from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, PlainHead
 from models.posterior import PosteriorLearner
-from models.prior import Statistics
+from models.prior import Prior, Statistics
 from models.upkeep import ALONE, PLAIN, TOGETHER, TRUST_AHEAD
 from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
 from tests.models.worlds import close
@@ -24,28 +24,72 @@ def derived(learner: PosteriorLearner, batch: UserBatch) -> State:
     return learner.derive(learner.initial_shared(), [batch], 0, 512)
 
 
-def test_it_is_a_regression_on_everybodys_rows_without_products_and_trunk() -> None:
+def test_it_is_a_regression_with_users_levels_on_everybodys_rows() -> None:
+    """Without products and trunk; by generalised least squares, from the dense covariance of each user's rewards."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     shared = derived(learner, batch)
     assert learner.inputs.products
-    rows = learner.batch_heads(shared, batch)[batch.valid][:, :4]  # [n, 4], the constant and the inputs
-    penalty = torch.tensor([HALF_BELIEVED_CONSTANT, *[HALF_BELIEVED_EVENTS] * 3], dtype=torch.float64).sqrt().diag()
-    rewards = torch.cat([batch.rewards[batch.valid], torch.zeros(4, dtype=torch.float64)])
-    stacked = torch.cat([rows, penalty])  # the penalty as four rows that earned nothing
-    close(shared["plain_mean"][:4], torch.linalg.lstsq(stacked, rewards.unsqueeze(-1)).solution[:, 0], 1e-9)
+    rows = learner.batch_heads(shared, batch)[..., :4]  # [12, n, 4], the constant and the inputs
+    level, noise = shared["prior_covariance"][0, 0], shared["noise"]
+    gram = torch.tensor([HALF_BELIEVED_CONSTANT, *[HALF_BELIEVED_EVENTS] * 3], dtype=torch.float64).diag()
+    moment = torch.zeros(4, dtype=torch.float64)
+    for user in range(12):
+        x, r = rows[user][batch.valid[user]], batch.rewards[user][batch.valid[user]]
+        weight = torch.linalg.inv(torch.eye(len(r), dtype=torch.float64) + level / noise)
+        gram, moment = gram + x.T @ weight @ x, moment + x.T @ weight @ r
+    close(shared["plain_mean"][:4], torch.linalg.solve(gram, moment), 1e-9)
     assert shared["plain_mean"].shape[0] > 4
     assert not shared["plain_mean"][4:].any()
 
 
+def a_crowd(levels: float, users: int = 40) -> tuple[Statistics, Tensor]:
+    """Users with one taste and levels that far apart, and the taste."""
+    generator = generator_of(3)
+    h = torch.randn(users, 20, 5, generator=generator, dtype=torch.float64)
+    h[..., 0] = 1
+    taste = torch.tensor([0.3, 0.1, -0.2, 0.0, 0.0], dtype=torch.float64)
+    noise = 0.05 * torch.randn(users, 20, generator=generator, dtype=torch.float64)
+    rewards = h @ taste + levels * torch.randn(users, 1, generator=generator, dtype=torch.float64) + noise
+    return Statistics.of(h, rewards, torch.ones(users, 20)), taste
+
+
+def learned(users: Statistics) -> Prior:
+    prior = Prior.initial(5)
+    for _ in range(30):
+        prior = prior.improved(users)
+    return prior
+
+
 def test_users_count_as_far_as_they_teach() -> None:
-    generator, trust = generator_of(3), torch.ones(()).double()
-    h = torch.randn(6, 9, 5, generator=generator, dtype=torch.float64)
-    rewards = torch.rand(6, 9, generator=generator, dtype=torch.float64)
-    users = Statistics.of(h, rewards, torch.ones(6, 9))
-    silent = PlainHead.fitted(users, torch.tensor([1.0, 1, 0, 1, 0, 1]).double(), 3, trust)
-    without = PlainHead.fitted(users.rows(torch.tensor([0, 1, 3, 5])), torch.ones(4).double(), 3, trust)
+    (users, _), trust = a_crowd(0.1, 6), torch.ones(()).double()
+    prior = Prior.initial(5)
+    silent = PlainHead.fitted(users, torch.tensor([1.0, 1, 0, 1, 0, 1]).double(), 3, prior, trust)
+    without = PlainHead.fitted(users.rows(torch.tensor([0, 1, 3, 5])), torch.ones(4).double(), 3, prior, trust)
     close(silent.mean, without.mean, 1e-12)
+
+
+def test_what_users_like_in_general_does_not_blur_what_they_like() -> None:
+    """However far apart their levels are, the same taste is found, and each user's level."""
+    near, far = (a_crowd(levels) for levels in (0.0, 5.0))
+    found = []
+    for users, taste in (near, far):
+        head = PlainHead.fitted(users, torch.ones(40).double(), 3, learned(users), torch.zeros(()).double())
+        assert (head.mean[1:3] * taste[1:3] > 0).all()
+        found.append(head)
+    close(found[0].mean[1:], found[1].mean[1:], 2e-3)
+    assert found[1].level_events < 0.1 < found[0].level_events
+    foreseen = found[1].of_users(far[0].gram, far[0].moment)[:, 0]
+    level = (far[0].moment[:, 0] - far[0].gram[:, 0, 1:] @ found[1].mean[1:]) / far[0].events
+    close(foreseen, level, 0.05)
+    assert (found[0].of_users(near[0].gram, near[0].moment)[:, 0] - found[0].mean[0]).abs().max() < 0.05
+
+
+def test_of_nobody_s_rewards_the_level_is_everybodys() -> None:
+    users, _ = a_crowd(1.0)
+    head = PlainHead.fitted(users, torch.ones(40).double(), 3, learned(users), torch.ones(()).double())
+    new = head.of_users(torch.zeros(1, 5, 5).double(), torch.zeros(1, 5).double())
+    close(new[0], head.mean, 1e-12)
 
 
 def trusted(plain: float, alone: float, together: float) -> Tensor:
@@ -74,7 +118,9 @@ def test_who_is_not_trusted_is_judged_for_like_everybody(trust: float) -> None:
     shared = taught(learner, people, trust=trust)
     arms = torch.randn(5, 3, generator=generator_of(5), dtype=torch.float64)
     one, other = (answered(Scene(learner.settings, 3, shared, [], [(person, -1, arms)])) for person in people)
-    assert torch.allclose(one.mean, other.mean, atol=1e-9) == (trust == 0)
+    # Up to their levels, which move all arms alike.
+    ranked, otherwise = one.mean - one.mean.mean(), other.mean - other.mean.mean()
+    assert torch.allclose(ranked, otherwise, atol=1e-9) == (trust == 0)
     assert not torch.allclose(one.bonus, other.bonus, atol=1e-9)  # what is not known of users is their own in any case
 
 
