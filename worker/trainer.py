@@ -99,18 +99,18 @@ class Trainer:
         for row, pupil in enumerate(pupils):
             if pupil.start is not None and pupil.start.shape == starts.shape[1:]:  # not of another learner
                 starts[row] = pupil.start
-        for row, (samples, count) in enumerate(zip(views, counts.tolist(), strict=True)):
-            if not count:
-                continue
-            np.stack([sample.features for sample in samples], out=features[row, :count])
-            np.stack([sample.phi for sample in samples], out=phi[row, :count])
-            rewards[row, :count] = [sample.reward for sample in samples]
-            epochs[row, :count] = [sample.epoch for sample in samples]
+        valid = np.arange(longest) < counts[:, None]  # [B, S]
+        samples = [sample for view in views for sample in view]  # in the order of what is valid
+        if samples:
+            features[valid] = _rows([sample.features for sample in samples], features.shape[-1])
+            phi[valid] = _rows([sample.phi for sample in samples], phi.shape[-1])
+            rewards[valid] = [sample.reward for sample in samples]
+            epochs[valid] = [sample.epoch for sample in samples]
         given: Callable[[np.ndarray], Array] = (lambda array: array) if as_numpy else self._tensor
         return UserBatch(
             features=given(features),
             rewards=given(_cut(rewards, kind)),
-            valid=given(np.arange(longest) < counts[:, None]),
+            valid=given(valid),
             events=given(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
             draw=given(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
             phi=given(phi),
@@ -190,6 +190,11 @@ def _draw(pupil: Pupil) -> int:
     """A number that belongs to this user at this version, for whatever the learner chooses at random."""
     digest = blake2b(f"{pupil.user_id}:{pupil.events}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _rows(arrays: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Arrays of `width` numbers as rows [n, width]; np.stack, which looks at each of them first, takes 3 times as long."""
+    return np.concatenate(arrays).reshape(len(arrays), width)
 
 
 def _cut(array: np.ndarray, kind: type[np.floating[Any]]) -> np.ndarray:
