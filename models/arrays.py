@@ -65,8 +65,9 @@ def like_kind(array: NDArray[Any], like: Array) -> Array:
 
 
 def chosen(array: Array, index: Array) -> Array:
-    """Of [B, S, …] the places [B, n, …] that an index names along S."""
-    return torch.take_along_dim(array, index, 1) if isinstance(array, Tensor) else np.take_along_axis(array, index, 1)
+    """Of [B, S, …] the places [B, n] that an index names along S: [B, n, …]."""
+    rows = library_of(array).arange(array.shape[0], **on_device(array))
+    return array[rows[:, None], index]
 
 
 def inverse(matrix: Array) -> Array:
@@ -118,6 +119,11 @@ def rectified(array: Array) -> Array:
 def nowhere_positive(array: Array) -> Array:
     """min(0, x), in place."""
     return array.clamp_max_(0) if isinstance(array, Tensor) else np.minimum(array, 0, out=array)
+
+
+def at_most(array: Array, high: int) -> Array:
+    """min(x, high)."""
+    return array.clamp_max(high) if isinstance(array, Tensor) else np.minimum(array, high)
 
 
 def bounded(array: Array, low: float, high: float) -> Array:

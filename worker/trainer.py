@@ -132,7 +132,7 @@ class Trainer:
                 batch = self.batch(part, as_numpy=self._in_numpy)
                 fitted = self.learner.fit(prior.shared, batch, previous)
                 arrays = {name: array if self._in_numpy else array.cpu().numpy() for name, array in fitted.items()}
-                largest = np.max([_largest(array) for array in arrays.values()], axis=0).tolist()  # [B]
+                largest = _largest(arrays, len(part)).tolist()
                 for row, pupil in enumerate(part):
                     state = {name: np.asarray(array[row]) for name, array in arrays.items()}
                     large = largest[row]  # NaN, too, is not below the limit
@@ -203,7 +203,8 @@ def _cut(array: np.ndarray, kind: type[np.floating[Any]]) -> np.ndarray:
         return array.astype(kind, copy=False)
 
 
-def _largest(array: np.ndarray) -> np.ndarray:
-    """The largest magnitude in each row of [B, …]; NaN where a row holds one [B]."""
-    rows: np.ndarray = np.abs(array).reshape(len(array), -1).max(1, initial=0.0)
-    return rows
+def _largest(arrays: Arrays, rows: int) -> np.ndarray:
+    """The largest magnitude in each row of all fields [B, …]; NaN where a row holds one [B]."""
+    numbers = np.concatenate([array.reshape(rows, -1) for array in arrays.values()], axis=1)
+    largest: np.ndarray = np.abs(numbers).max(1)
+    return largest
