@@ -193,7 +193,7 @@ def _draw(pupil: Pupil) -> int:
 
 
 def _rows(arrays: Sequence[np.ndarray], width: int) -> np.ndarray:
-    """Arrays of `width` numbers as rows [n, width]; np.stack, which looks at each of them first, takes 3 times as long."""
+    """Arrays of `width` numbers as rows [n, width]; np.stack, which looks at each one first, takes 3 times as long."""
     return np.concatenate(arrays).reshape(len(arrays), width)
 
 
