@@ -74,9 +74,9 @@ def inverse(matrix: Array) -> Array:
     """Of symmetric positive definite matrices [..., D, D]; NaN for one that has none."""
     if isinstance(matrix, Tensor):
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        sound = (failed == 0)[..., None, None]
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, identity)), torch.nan)
+        # A diagonal of NaN makes NaN of the whole inverse.
+        factor.diagonal(dim1=-2, dim2=-1).masked_fill_((failed != 0)[..., None], torch.nan)
+        return torch.cholesky_inverse(factor)
     try:
         return np.linalg.inv(matrix)
     except np.linalg.LinAlgError:  # says not of which, and what overflowed must not fail the others

@@ -86,7 +86,7 @@ class Kinds:
 
     def kind_of(self, users: Statistics) -> Tensor:
         """The kind of each user [U] int64."""
-        heads, _ = self.prior.posterior(users.gram, users.moment)  # [U, D]
+        heads = self.prior.posterior_mean(users.gram, users.moment)  # [U, D]
         apart = heads.unsqueeze(1) - self.centres  # [U, K, D]
         return ((apart @ metric(users)) * apart).sum(-1).argmin(-1)
 
