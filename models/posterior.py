@@ -129,7 +129,7 @@ class PosteriorLearner(Learner):
         return {**shared, "epoch": torch.full_like(shared["epoch"], number)}
 
     def newborn(self, shared: State) -> State:
-        states = self.started(shared, shared["prior_mean"].new_zeros(1, self.start_size))
+        states = self.started(shared, shared["prior_mean"].new_zeros(1, 0))
         return {name: value.squeeze(0) for name, value in states.items()}
 
     def started(self, shared: Arrays, starts: Array) -> Arrays:

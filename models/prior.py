@@ -19,7 +19,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, double, inverse, lower_factor, softmax
+from models.arrays import Array, double, inverse, library_of, lower_factor, softmax
 
 #: Variance of a coefficient that nobody has shown anything of, as a share of σ², and how many users that weighs.
 UNSEEN_SPREAD = 0.04
@@ -175,7 +175,7 @@ class Groups:
         """How likely each group is [R, Q], for users with b/σ² [R, D] and covariance (A/σ² + Σ⁻¹/κ)⁻¹ [R, D, D]."""
         # ½ aᵀPa with a = known + pull; the part without pull is the same for all groups.
         drawn = (covariance @ known[..., None]).mT + 0.5 * (self.pull @ covariance)  # [R, Q, D]
-        return softmax((drawn * self.pull).sum(-1) + self.offset)
+        return softmax(library_of(drawn).linalg.vecdot(drawn, self.pull) + self.offset)
 
     def head(self, covariance: Array, known: Array, belief: Array) -> Array:
         """The users' mean heads [R, D] under these beliefs."""

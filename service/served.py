@@ -299,9 +299,9 @@ class ServedModel:
 
     def _briefs_of(self, states: Sequence[Arrays]) -> list[Arrays]:
         """What judging needs of users with these states, each [1, …]."""
-        library = np if self._in_numpy else torch
-        # A copy even of one: a brief may hold parts of it, and rows of the pool are written over.
-        made = self._briefed({name: library.stack([state[name] for state in states]) for name in self.learner.fields})
+        # Copies even one: a brief may hold parts of it, and rows of the pool are written over.
+        stack: Callable[[list[Array]], Array] = np.array if self._in_numpy else torch.stack
+        made = self._briefed({name: stack([state[name] for state in states]) for name in self.learner.fields})
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
 
     def _briefed(self, states: Arrays) -> Arrays:
