@@ -65,17 +65,18 @@ def like_kind(array: NDArray[Any], like: Array) -> Array:
 
 
 def chosen(array: Array, index: Array) -> Array:
-    """Of [B, S, …] the places [B, n, …] that an index names along S."""
-    return torch.take_along_dim(array, index, 1) if isinstance(array, Tensor) else np.take_along_axis(array, index, 1)
+    """Of [B, S, …] the places [B, n] that an index names along S: [B, n, …]."""
+    rows = library_of(array).arange(array.shape[0], **on_device(array))
+    return array[rows[:, None], index]
 
 
 def inverse(matrix: Array) -> Array:
     """Of symmetric positive definite matrices [..., D, D]; NaN for one that has none."""
     if isinstance(matrix, Tensor):
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        sound = (failed == 0)[..., None, None]
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, identity)), torch.nan)
+        # A diagonal of NaN makes NaN of the whole inverse.
+        factor.diagonal(dim1=-2, dim2=-1).masked_fill_((failed != 0)[..., None], torch.nan)
+        return torch.cholesky_inverse(factor)
     try:
         return np.linalg.inv(matrix)
     except np.linalg.LinAlgError:  # says not of which, and what overflowed must not fail the others
@@ -136,6 +137,11 @@ def count_true(mask: Array) -> Array:
         return mask.sum(-1)
     # A sum would make a number of each first, which takes longer than all that led to the mask.
     return np.bitwise_count(np.packbits(mask, axis=-1)).sum(-1, dtype=np.int64)
+
+
+def at_most(array: Array, high: int) -> Array:
+    """min(x, high)."""
+    return array.clamp_max(high) if isinstance(array, Tensor) else np.minimum(array, high)
 
 
 def bounded(array: Array, low: Array | float, high: Array | float) -> Array:

@@ -1,4 +1,4 @@
-"""All users' learners as one tensor a field."""
+"""All users' learners as one array a field."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
 
-from models.learner import State
+from models.arrays import Array, cast, library_of, on_device, zeros
+from models.learner import Arrays
 
 #: Rows of an empty bank.
 FIRST_CAPACITY = 64
@@ -22,13 +22,20 @@ class UserBank:
     bank copies each row about once, however many users arrive. Removing a user moves the last row into the gap.
     """
 
-    def __init__(self, fields: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
-        self._columns = {
-            name: torch.empty((FIRST_CAPACITY, *shape), dtype=dtype, device=device) for name, shape in fields.items()
-        }
-        self._device = device
+    def __init__(
+        self,
+        fields: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        as_numpy: bool = False,
+    ) -> None:
+        """Of tensors, or `as_numpy`, on a CPU, of numpy arrays; whatever is put in and taken out is of that kind."""
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        self._like: Array = nothing.numpy() if as_numpy else nothing
+        self._columns = {name: zeros((FIRST_CAPACITY, *shape), self._like) for name, shape in fields.items()}
         self._capacity = FIRST_CAPACITY
-        self._view: State | None = None
+        self._view: Arrays | None = None
         self._rows: dict[str, int] = {}
         self._users: list[str] = []
 
@@ -52,7 +59,7 @@ class UserBank:
         """The row of a user; valid until a user is removed."""
         return self._rows.get(user)
 
-    def put(self, users: Sequence[str], states: State) -> None:
+    def put(self, users: Sequence[str], states: Arrays) -> None:
         """Write users' states, each field [B, …]; new users get the next rows."""
         for name, column in self._columns.items():  # before anyone is entered: no row may stay unwritten
             if states[name].shape != (len(users), *column.shape[1:]):
@@ -69,9 +76,10 @@ class UserBank:
             for name, column in self._columns.items():
                 column[rows[0]] = states[name][0]
             return
-        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        library = library_of(self._like)
+        index = library.asarray(rows, dtype=library.int64, **on_device(self._like))
         for name, column in self._columns.items():
-            column[index] = states[name].to(column)
+            column[index] = cast(states[name], column)
 
     def remove(self, user: str) -> None:
         """Drop a user."""
@@ -84,13 +92,13 @@ class UserBank:
         self._users.pop()
         self._view = None
 
-    def view(self) -> State:
+    def view(self) -> Arrays:
         """Every field of every user, [P, …], without a copy."""
         if self._view is None:
             self._view = {name: column[: len(self._users)] for name, column in self._columns.items()}
         return self._view
 
-    def state(self, user: str) -> State:
+    def state(self, user: str) -> Arrays:
         """One user's fields, without a copy."""
         row = self._rows[user]
         return {name: column[row] for name, column in self._columns.items()}
@@ -105,7 +113,7 @@ class UserBank:
             self._capacity, self._view = capacity, None
 
 
-def _grown(column: Tensor, capacity: int, used: int) -> Tensor:
-    larger = column.new_empty((capacity, *column.shape[1:]))
+def _grown(column: Array, capacity: int, used: int) -> Array:
+    larger = zeros((capacity, *column.shape[1:]), column)
     larger[:used] = column[:used]
     return larger

@@ -66,13 +66,18 @@ def pull_of_unseen(prior: Prior) -> HeadsGradient:
 
 
 def log_marginal(mean: Tensor, precision: Tensor, noise: Tensor, users: Statistics) -> Tensor:
-    """log p(rewards; μ, Λ, σ²) of each user, heads integrated out, from their statistics: [U]."""
-    natural = users.moment / noise + precision @ mean  # [U, D]
-    factor = torch.linalg.cholesky(users.gram / noise + precision)  # [U, D, D], of the posterior's precision
+    """log p(rewards; μ, Λ, σ²) of each user, heads integrated out, from their statistics: [U].
+
+    Of several priors at once, means [n, D] and precisions [n, D, D]: [n, U].
+    """
+    drawn = precision @ mean.unsqueeze(-1)  # [D, 1]
+    natural = users.moment / noise + drawn.mT  # [U, D]
+    factor = torch.linalg.cholesky(users.gram / noise + precision.unsqueeze(-3))  # [U, D, D], of the posterior's
     found = torch.linalg.solve_triangular(factor, natural.unsqueeze(-1), upper=False).squeeze(-1)  # [U, D]
     # Log density at the posterior's mean w: prior · likelihood / posterior, where squares combine.
-    squares: Tensor = users.squares / noise + mean @ precision @ mean - found.square().sum(-1)  # [U]
-    volumes = _log_determinant(torch.linalg.cholesky(precision)) - _log_determinant(factor)  # [U]
+    prior = (mean.unsqueeze(-2) @ drawn).squeeze(-1)  # [1], μᵀΛμ
+    squares: Tensor = users.squares / noise + prior - found.square().sum(-1)  # [U]
+    volumes = _log_determinant(torch.linalg.cholesky(precision)).unsqueeze(-1) - _log_determinant(factor)  # [U]
     missing: Tensor = users.events * (2 * math.pi * noise).log()  # [U]
     return 0.5 * (volumes - missing - squares)
 

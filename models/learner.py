@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.arrays import Array, library_of, on_device
+from models.arrays import Array, at_most, library_of, on_device
 from models.drawing import Draws
 from models.explaining import Agreement, Contributions
 from models.slates import Slates
@@ -84,9 +84,9 @@ def newest(valid: Array, keep: int) -> tuple[Array, Array]:
     Users' samples are padded behind, and differ in number; `valid` is [B, S].
     """
     counts = valid.sum(-1)  # [B]
-    kept = counts.clip(None, keep)
+    kept = at_most(counts, keep)
     place = library_of(valid).arange(keep, **on_device(valid))
-    index = ((counts - kept)[:, None] + place).clip(None, max(0, valid.shape[1] - 1))
+    index = at_most((counts - kept)[:, None] + place, max(0, valid.shape[1] - 1))
     return index, place < kept[:, None]
 
 

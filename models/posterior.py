@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, as_arrays, cast, chosen, double, library_of, packed, zeros
+from models.arrays import Array, as_arrays, bounded, cast, chosen, double, library_of, packed, zeros
 from models.calibration import BINS, COLUMNS, NORMAL_REACH, judged
 from models.drawing import independent_draws, joint_draws, root
 from models.encoding import Ramps
@@ -129,7 +129,7 @@ class PosteriorLearner(Learner):
         return {**shared, "epoch": torch.full_like(shared["epoch"], number)}
 
     def newborn(self, shared: State) -> State:
-        states = self.started(shared, shared["prior_mean"].new_zeros(1, self.start_size))
+        states = self.started(shared, shared["prior_mean"].new_zeros(1, 0))
         return {name: value.squeeze(0) for name, value in states.items()}
 
     def started(self, shared: Arrays, starts: Array) -> Arrays:
@@ -148,7 +148,7 @@ class PosteriorLearner(Learner):
         mean, covariance = shared["prior_mean"][: self.embedded], shared["prior_covariance"]
         deviation = library_of(heads).sqrt(covariance.diagonal()[: self.embedded])
         away = (heads[:, : self.embedded] - cast(mean, heads)) / cast(deviation, heads)
-        return away.clip(-EMBEDDING_REACH, EMBEDDING_REACH)
+        return bounded(away, -EMBEDDING_REACH, EMBEDDING_REACH)
 
     def offer(self, notes: Array) -> Array:
         """What was on offer, out of what was noted [..., q] → [..., 1 + d], or [..., 0] where that is not looked at."""
@@ -170,7 +170,7 @@ class PosteriorLearner(Learner):
             "gram": cast(gram, h),
             "moment": cast(moment, h),
             "head": cast(self._head(shared, gram, moment), h),
-            "kept_heads": chosen(h, index[..., None]) * real[..., None],
+            "kept_heads": chosen(h, index) * real[..., None],
             "kept_rewards": chosen(batch.rewards, index) * real,
             "kept_weights": chosen(weights, index) * real,
             "since": cast(zeros((h.shape[0],), h) + shared["since"], h),

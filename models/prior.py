@@ -19,7 +19,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, double, inverse, softmax
+from models.arrays import Array, dots, double, inverse, lower_factor, softmax
 
 #: Variance of a coefficient that nobody has shown anything of, as a share of σ², and how many users that weighs.
 UNSEEN_SPREAD = 0.04
@@ -102,10 +102,19 @@ class Prior:
         covariance = inverse(gram / self.noise + self.precision)
         return self.mean_under(covariance, moment), covariance
 
+    def posterior_mean(self, gram: Tensor, moment: Tensor) -> Tensor:
+        """The mean alone [..., D]: to solve for it takes a third of the time of an inverse."""
+        factor, sound = lower_factor(gram / self.noise + self.precision)
+        mean = torch.cholesky_solve(self._natural(moment)[..., None], factor)[..., 0]
+        return torch.where(sound[..., None], mean, torch.nan)
+
     def mean_under(self, covariance: Array, moment: Array) -> Array:
         """The posterior's mean [..., D], when its covariance is known."""
-        natural = moment / self.noise + self.precision @ self.mean
-        return (covariance @ natural[..., None])[..., 0]
+        return (covariance @ self._natural(moment)[..., None])[..., 0]
+
+    def _natural(self, moment: Array) -> Array:
+        """b/σ² + Σ⁻¹μ [..., D]."""
+        return moment / self.noise + self.precision @ self.mean
 
     def improved(self, users: Statistics, teaching: Tensor | None = None) -> Prior:
         """One step of EM, in which users count w_u [U], or 1."""
@@ -166,7 +175,7 @@ class Groups:
         """How likely each group is [R, Q], for users with b/σ² [R, D] and covariance (A/σ² + Σ⁻¹/κ)⁻¹ [R, D, D]."""
         # ½ aᵀPa with a = known + pull; the part without pull is the same for all groups.
         drawn = (covariance @ known[..., None]).mT + 0.5 * (self.pull @ covariance)  # [R, Q, D]
-        return softmax((drawn * self.pull).sum(-1) + self.offset)
+        return softmax(dots(drawn, self.pull) + self.offset)
 
     def head(self, covariance: Array, known: Array, belief: Array) -> Array:
         """The users' mean heads [R, D] under these beliefs."""
@@ -180,23 +189,24 @@ def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int, teac
     """
     voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
     log_weight = (voice if teaching is None else teaching * voice).log().clamp_min(NO_GROUP)
-    centres, _ = prior.posterior(users.gram, users.moment)  # [U, D]
+    centres = prior.posterior_mean(users.gram, users.moment)  # [U, D]
     within = prior.precision / share
     covariance = inverse(users.gram / prior.noise + within)  # [U, D, D]
     known = users.moment / prior.noise  # [U, D]
     drawn = (covariance @ known.unsqueeze(-1)).squeeze(-1)  # [U, D]
+    half = 0.5 * covariance.flatten(1)  # [U, D²]
     itself = torch.eye(centres.shape[0], dtype=torch.bool, device=centres.device)
     for _ in range(steps):
         pull = centres @ within  # [U, D]
         # ½ aᵀPa of Groups.beliefs for every pair, without a tensor of all pairs' heads: a = known + pull.
         outer = (pull.unsqueeze(-1) * pull.unsqueeze(-2)).flatten(1)  # [U, D²]
-        evidence = drawn @ pull.mT + 0.5 * covariance.flatten(1) @ outer.mT  # [U, U]
-        evidence = evidence - 0.5 * (pull * centres).sum(-1) + log_weight
+        evidence = torch.addmm(drawn @ pull.mT, half, outer.mT)  # [U, U]
+        evidence += log_weight - 0.5 * (pull * centres).sum(-1)
         belief = evidence.masked_fill(itself, -torch.inf).softmax(-1)
         belief = torch.where(itself, torch.ones_like(belief), belief.nan_to_num(0.0))
         gram = (belief @ users.gram.flatten(1)).view_as(users.gram)
         moment = belief @ users.moment
-        centres, _ = prior.posterior(gram, moment)
+        centres = prior.posterior_mean(gram, moment)
     return Groups.of(prior, centres, log_weight, share)
 
 

@@ -86,7 +86,7 @@ class Kinds:
 
     def kind_of(self, users: Statistics) -> Tensor:
         """The kind of each user [U] int64."""
-        heads, _ = self.prior.posterior(users.gram, users.moment)  # [U, D]
+        heads = self.prior.posterior_mean(users.gram, users.moment)  # [U, D]
         apart = heads.unsqueeze(1) - self.centres  # [U, K, D]
         return ((apart @ metric(users)) * apart).sum(-1).argmin(-1)
 
@@ -157,9 +157,7 @@ class SilenceLosses(SubsetLosses):
         teach = torch.ones(len(members), KINDS, dtype=torch.float64)  # [n, K]
         teach[:, self.others] = 1 - members.double()
         mean, covariance = matched(teach @ self._member, self._mean, self._covariance, self._noise)
-        known = torch.func.vmap(lambda centre, precision: log_marginal(centre, precision, self._noise, self._users))
-        found: Tensor = known(mean, inverse(covariance))  # [n, u]
-        return -found
+        return -log_marginal(mean, inverse(covariance), self._noise, self._users)
 
 
 @final

@@ -71,7 +71,8 @@ class Trunk:
         for place, (weight, _) in reversed(list(enumerate(self.layers(flat)))):
             parts += [delta.sum(0), (delta.mT @ held[place]).flatten()]
             if place:
-                delta = (delta @ weight) * (held[place] > 0)  # [n, columns]
+                # The sign of what was rectified is 1 where a unit is on, and a mask of floats the cheapest.
+                delta = (delta @ weight).mul_(held[place].sign())  # [n, columns]
         return torch.cat(parts[::-1])
 
     def _activations(self, flat: Tensor, x: Tensor) -> list[Tensor]:

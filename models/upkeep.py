@@ -157,7 +157,7 @@ def gain_of(
 
     The first `inputs` numbers behind the constant tell arms apart.
     """
-    means, _ = prior.posterior(users.gram, users.moment)  # [U, D]
+    means = prior.posterior_mean(users.gram, users.moment)  # [U, D]
     errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
     for h, batch in zip(heads, batches, strict=True):
         own = means[start : start + h.shape[0]].to(h.dtype)

@@ -16,6 +16,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from models.arrays import Array, as_arrays, library_of, numpy_kind
 from models.bank import UserBank
@@ -67,13 +68,13 @@ class ServedModel:
         #: On a CPU whoever can judges in numpy.
         self._in_numpy = learner.knows_numpy and device.type == "cpu"
         self._kind = numpy_kind(learner.dtype)
-        self._newborn = learner.newborn(self._shared)
+        self._newborn = self._plain(learner.newborn(self._shared))
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
         #: Who teaches whom by the epoch; None where that was not looked at.
         self.teaching = learner.teaching(self._shared)
         self._members: frozenset[str] = frozenset()
-        self._pool = UserBank(learner.fields, learner.dtype, device)
-        self._guests: OrderedDict[str, State] = OrderedDict()
+        self._pool = UserBank(learner.fields, learner.dtype, device, as_numpy=self._in_numpy)
+        self._guests: OrderedDict[str, Arrays] = OrderedDict()
         self._standing: dict[str, Standing] = {}
         #: The incarnation that users have been in who began anew lately: nothing older of them is taken any more.
         self._began: OrderedDict[str, int] = OrderedDict()
@@ -83,7 +84,6 @@ class ServedModel:
         self._stranger: Arrays | None = None
         #: Whether briefs have what draws need, and whether anybody wanted draws since the epoch began.
         self._with_draws = self._draws_wanted = False
-        self._plain_view: tuple[State, Arrays] | None = None
 
     def __len__(self) -> int:
         return len(self._standing)
@@ -131,13 +131,13 @@ class ServedModel:
                 del self._standing[user]
             for user in [user for user in self._guests if user in self._members]:
                 state = self._guests.pop(user)
-                self._pool.put([user], {name: tensor.unsqueeze(0) for name, tensor in state.items()})
+                self._pool.put([user], {name: array[None] for name, array in state.items()})
         return True
 
     def adopt_learner(self, learner: Learner) -> None:
         """Judge by this learner from now on, to whom all that is held means what it meant to the one before."""
         self.learner = learner
-        self._newborn = learner.newborn(self._shared)
+        self._newborn = self._plain(learner.newborn(self._shared))
         self._outline = learner.outline(self._shared, as_numpy=self._in_numpy)
         self.teaching = learner.teaching(self._shared)
         self._with_draws, self._draws_wanted = self._draws_wanted, False
@@ -168,7 +168,7 @@ class ServedModel:
                     self._put_guest(state)
         if pooled:
             held = {name: _stacked([state.tensors[name] for state in pooled.values()]) for name in self.learner.fields}
-            self._pool.put(list(pooled), {name: torch.from_numpy(array) for name, array in held.items()})
+            self._pool.put(list(pooled), {name: self.given(array) for name, array in held.items()})
 
     def begin(self, began: Iterable[tuple[str, int]]) -> None:
         """Users are in these incarnations, or later ones: drop what is held of an earlier, and take no more of it.
@@ -201,7 +201,7 @@ class ServedModel:
         """Judge the arms of several requests in one pass."""
         query, standings = self._posed(requests)
         with self.computing():
-            scores = self.learner.score_briefed(self._outline, self._pool_view(), query)
+            scores = self.learner.score_briefed(self._outline, self._pool.view(), query)
         mean, bonus = self.taken(scores.mean, np.float64), self.taken(scores.bonus, np.float64)
         group_size, phi = self.taken(scores.group_size, np.int64), self.taken(scores.phi, np.float32)
         sigma = self.taken(scores.sigma, np.float32)
@@ -219,7 +219,7 @@ class ServedModel:
     def look(self, request: ScoreRequest) -> Sight:
         """What a request is scored with, to see more of it than scores."""
         query, [standing] = self._posed([request])
-        return Sight(self._outline, self._pool_view(), query, standing, self._pool.users, request.user_id in self._pool)
+        return Sight(self._outline, self._pool.view(), query, standing, self._pool.users, request.user_id in self._pool)
 
     def _posed(self, requests: Sequence[ScoreRequest]) -> tuple[Query, list[Standing]]:
         """Requests as one query, and which state of each asking user it is about."""
@@ -267,7 +267,7 @@ class ServedModel:
             # A state of an epoch to come would mean something else under this one.
             known = loaded is not None and loaded.incarnation >= began and loaded.epoch <= self.epoch_number
             if loaded is not None and known and self._fits(loaded):
-                return self._briefs_of([self._on_device(loaded)])[0], Standing.of(loaded)
+                return self._briefs_of([self._given_state(loaded)])[0], Standing.of(loaded)
             incarnation = max(began, loaded.incarnation if loaded else 0)
             if request.start is not None and request.start.incarnation in (None, incarnation):
                 begun = self._begun(request.start)
@@ -295,25 +295,19 @@ class ServedModel:
             state = self.learner.started(self._shared, torch.from_numpy(start.values[None]).to(self._device))
         if not all(tensor.isfinite().all() for tensor in state.values()):
             return None
-        return self._briefed(state)
+        return self._briefed(self._plain(state))
 
-    def _briefs_of(self, states: Sequence[State]) -> list[Arrays]:
+    def _briefs_of(self, states: Sequence[Arrays]) -> list[Arrays]:
         """What judging needs of users with these states, each [1, …]."""
-        made = self._briefed({name: torch.stack([state[name] for state in states]) for name in self.learner.fields})
+        # Copies even one: a brief may hold parts of it, and rows of the pool are written over.
+        stack: Callable[[list[Array]], Array] = np.array if self._in_numpy else torch.stack
+        made = self._briefed({name: stack([state[name] for state in states]) for name in self.learner.fields})
         return [{name: array[row : row + 1] for name, array in made.items()} for row in range(len(states))]
 
     def _briefed(self, states: Arrays) -> Arrays:
         with self.computing():
-            brief = self.learner.brief(self._outline, as_arrays(states) if self._in_numpy else states)
+            brief = self.learner.brief(self._outline, states)
             return self.learner.brief_draws(brief) if self._with_draws else brief
-
-    def _pool_view(self) -> Arrays:
-        view = self._pool.view()
-        if not self._in_numpy:
-            return view
-        if self._plain_view is None or self._plain_view[0] is not view:
-            self._plain_view = view, as_arrays(view)
-        return self._plain_view[1]
 
     def computing(self) -> AbstractContextManager[None]:
         """No gradients in torch, and in numpy no warning of what leaves the range of numbers: whoever asked is told."""
@@ -322,6 +316,10 @@ class ServedModel:
     def given(self, array: NDArray[Any]) -> Array:
         """An array as the learner takes it."""
         return array if self._in_numpy else torch.from_numpy(array).to(self._device)
+
+    def _plain(self, tensors: Mapping[str, Tensor]) -> Arrays:
+        """Tensors as the learner takes them."""
+        return as_arrays(tensors) if self._in_numpy else tensors
 
     def taken(self, array: Array, kind: type[np.generic]) -> NDArray[Any]:
         """An array that the learner gave."""
@@ -332,7 +330,7 @@ class ServedModel:
         row = self._pool.row(user)
         return -1 if row is None else row
 
-    def _own(self, user: str) -> State:
+    def _own(self, user: str) -> Arrays:
         """The state of a user who is held."""
         return self._pool.state(user) if user in self._pool else self._guests[user]
 
@@ -343,10 +341,11 @@ class ServedModel:
         return newer and state.incarnation >= self._began.get(state.user_id, 0) and self._fits(state)
 
     def _fits(self, state: UserState) -> bool:
-        return all(
-            name in state.tensors and state.tensors[name].shape == shape and np.isfinite(state.tensors[name]).all()
-            for name, shape in self.learner.fields.items()
-        )
+        fields, tensors = self.learner.fields, state.tensors
+        if not all(name in tensors and tensors[name].shape == shape for name, shape in fields.items()):
+            return False
+        # All numbers in one pass: what a call costs before it has looked at any is most of it.
+        return bool(np.isfinite(np.concatenate([tensors[name].ravel() for name in fields])).all())
 
     def _into_pool(self, user: str, arriving: int) -> bool:
         """Whether a user belongs into the pool, which others are arriving in too."""
@@ -355,17 +354,14 @@ class ServedModel:
         return not self._members and len(self._pool) + arriving < self._pool_max and user not in self._guests
 
     def _put_guest(self, state: UserState) -> None:
-        self._guests[state.user_id] = self._on_device(state)
+        self._guests[state.user_id] = self._given_state(state)
         self._guests.move_to_end(state.user_id)
         while len(self._guests) > self._guests_max:
             oldest, _ = self._guests.popitem(last=False)
             del self._standing[oldest]
 
-    def _on_device(self, state: UserState) -> State:
-        return {
-            name: torch.from_numpy(state.tensors[name]).to(self._device, self.learner.dtype)
-            for name in self.learner.fields
-        }
+    def _given_state(self, state: UserState) -> Arrays:
+        return {name: self.given(state.tensors[name].astype(self._kind, copy=False)) for name in self.learner.fields}
 
 
 def _joined(briefs: Sequence[Arrays]) -> Arrays:

@@ -99,18 +99,18 @@ class Trainer:
         for row, pupil in enumerate(pupils):
             if pupil.start is not None and pupil.start.shape == starts.shape[1:]:  # not of another learner
                 starts[row] = pupil.start
-        for row, (samples, count) in enumerate(zip(views, counts.tolist(), strict=True)):
-            if not count:
-                continue
-            np.stack([sample.features for sample in samples], out=features[row, :count])
-            np.stack([sample.phi for sample in samples], out=phi[row, :count])
-            rewards[row, :count] = [sample.reward for sample in samples]
-            epochs[row, :count] = [sample.epoch for sample in samples]
+        valid = np.arange(longest) < counts[:, None]  # [B, S]
+        samples = [sample for view in views for sample in view]  # in the order of what is valid
+        if samples:
+            features[valid] = _rows([sample.features for sample in samples], features.shape[-1])
+            phi[valid] = _rows([sample.phi for sample in samples], phi.shape[-1])
+            rewards[valid] = [sample.reward for sample in samples]
+            epochs[valid] = [sample.epoch for sample in samples]
         given: Callable[[np.ndarray], Array] = (lambda array: array) if as_numpy else self._tensor
         return UserBatch(
             features=given(features),
             rewards=given(_cut(rewards, kind)),
-            valid=given(np.arange(longest) < counts[:, None]),
+            valid=given(valid),
             events=given(np.array([pupil.events for pupil in pupils], dtype=np.int64)),
             draw=given(np.array([_draw(pupil) for pupil in pupils], dtype=np.int64)),
             phi=given(phi),
@@ -132,7 +132,7 @@ class Trainer:
                 batch = self.batch(part, as_numpy=self._in_numpy)
                 fitted = self.learner.fit(prior.shared, batch, previous)
                 arrays = {name: array if self._in_numpy else array.cpu().numpy() for name, array in fitted.items()}
-                largest = np.max([_largest(array) for array in arrays.values()], axis=0).tolist()  # [B]
+                largest = _largest(arrays, len(part)).tolist()
                 for row, pupil in enumerate(part):
                     state = {name: np.asarray(array[row]) for name, array in arrays.items()}
                     large = largest[row]  # NaN, too, is not below the limit
@@ -192,13 +192,19 @@ def _draw(pupil: Pupil) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def _rows(arrays: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Arrays of `width` numbers as rows [n, width]; np.stack, which looks at each one first, takes 3 times as long."""
+    return np.concatenate(arrays).reshape(len(arrays), width)
+
+
 def _cut(array: np.ndarray, kind: type[np.floating[Any]]) -> np.ndarray:
     """In another type; what that cannot hold is infinite, and found when its learner is not finite."""
     with np.errstate(over="ignore"):
         return array.astype(kind, copy=False)
 
 
-def _largest(array: np.ndarray) -> np.ndarray:
-    """The largest magnitude in each row of [B, …]; NaN where a row holds one [B]."""
-    rows: np.ndarray = np.abs(array).reshape(len(array), -1).max(1, initial=0.0)
-    return rows
+def _largest(arrays: Arrays, rows: int) -> np.ndarray:
+    """The largest magnitude in each row of all fields [B, …]; NaN where a row holds one [B]."""
+    numbers = np.concatenate([array.reshape(rows, -1) for array in arrays.values()], axis=1)
+    largest: np.ndarray = np.abs(numbers).max(1)
+    return largest

@@ -150,7 +150,7 @@ class TestBothKinds:
         values = np.arange(24.0).reshape(2, 4, 3)
         index = np.array([[3, 0], [1, 1]])
         picked = [[values[row, place] for place in places] for row, places in enumerate(index)]
-        deep = chosen(given(values, kind, dtype), given(index[..., None], kind, "int64"))
+        deep = chosen(given(values, kind, dtype), given(index, kind, "int64"))
         same(deep, picked, kind, dtype)
         flat = chosen(given(values[..., 0], kind, dtype), given(index, kind, "int64"))
         same(flat, np.array(picked)[..., 0], kind, dtype)

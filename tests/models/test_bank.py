@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -192,3 +193,22 @@ def test_a_row_that_was_put_is_a_copy() -> None:
     for value in given.values():
         value += 1
     assert_holds(bank, {"a": 1})
+
+
+def test_a_bank_of_numpy_arrays_holds_the_same() -> None:
+    """Users come alone and together, go, and are more than there was room for."""
+    tensors, arrays = make_bank(), UserBank(FIELDS, torch.float32, torch.device("cpu"), as_numpy=True)
+    crowd = [f"user {number}" for number in range(FIRST_CAPACITY)]
+    told = [(["a"], [1.0]), (["b", "a"], [2.0, 3.0]), ([], []), (crowd, [4.0] * len(crowd)), (["b"], [5.0])]
+    for users, values in told:
+        tensors.put(users, states(values))
+        arrays.put(users, {name: value.numpy() for name, value in states(values).items()})
+    for bank in (tensors, arrays):
+        bank.remove("user 0")
+    assert arrays.users == tensors.users
+    for name, expected in tensors.view().items():
+        found = arrays.view()[name]
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, expected.numpy())
+        np.testing.assert_array_equal(arrays.state("b")[name], tensors.state("b")[name].numpy())

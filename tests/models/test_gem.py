@@ -326,6 +326,17 @@ def test_log_marginal_is_the_dense_density() -> None:
         assert float(found[user]) == pytest.approx(expected, abs=1e-8)
 
 
+def test_log_marginals_of_several_priors_are_those_of_each() -> None:
+    users = statistics(*users_of(0))
+    priors = [some_prior(seed) for seed in (0, 5, 9)]
+    noise = priors[0].noise
+    together = log_marginal(
+        torch.stack([each.mean for each in priors]), torch.stack([each.precision for each in priors]), noise, users
+    )
+    for row, each in zip(together, priors, strict=True):
+        torch.testing.assert_close(row, log_marginal(each.mean, each.precision, noise, users))
+
+
 def autograd_of(prior: Prior, *parts: tuple[float, Statistics]) -> tuple[Tensor, ...]:
     known = [each.clone().requires_grad_() for each in (prior.mean, prior.precision, prior.noise)]
     total = sum(

@@ -123,6 +123,20 @@ def test_the_posterior_is_the_textbook_one(dimension: int) -> None:
         np.testing.assert_allclose(covariance[user], crowd.covariance - gain @ rows @ crowd.covariance, atol=1e-10)
 
 
+def test_the_mean_alone_is_that_of_the_posterior() -> None:
+    """Also beside a user whose numbers have left their range, who has none."""
+    crowd = Crowd(5, 8, 4)
+    prior, found = crowd.prior(), crowd.statistics()
+    expected, _ = prior.posterior(found.gram, found.moment)
+    torch.testing.assert_close(prior.posterior_mean(found.gram, found.moment), expected)
+    found.gram[2] = -1e9 * torch.eye(4)
+    others = torch.tensor([0, 1, 3, 4])
+    mean = prior.posterior_mean(found.gram, found.moment)
+    torch.testing.assert_close(mean[others], expected[others])
+    assert mean[2].isnan().all()
+    assert prior.posterior(found.gram, found.moment)[0][2].isnan().all()
+
+
 def test_without_samples_the_posterior_is_the_prior() -> None:
     prior = Crowd(1, 1, 3).prior()
     mean, covariance = prior.posterior(torch.zeros(2, 3, 3).double(), torch.zeros(2, 3).double())
