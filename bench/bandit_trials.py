@@ -38,11 +38,9 @@ class Contender:
         shipped = shipped_settings()
         learner = named_settings("default").to_json()
         alpha = learner["alpha"] if self.alpha is None else self.alpha
-        found: dict[str, Any] = {"policy": self.policy}
+        found: dict[str, Any] = {"policy": self.policy, "alpha": alpha}
         if self.policy == "thompson":
             found |= {"draws": shipped.thompson_draws, "scale": shipped.thompson_scale}
-        else:
-            found["alpha"] = alpha
         return {**found, "epsilon": shipped.epsilon} if self.policy == "ucb-floor" else found
 
 

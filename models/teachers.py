@@ -30,7 +30,7 @@ KINDS: Final = 8
 #: Users that are looked at, those with the most rewards; fewest of them, and fewest rewards of one.
 USERS_MAX: Final = 128
 LEAST_USERS: Final = 64
-LEAST_REWARDS: Final = 6
+LEAST_REWARDS: Final = 3
 #: Ways to tell them apart that are tried: bad teachers in several kinds would excuse each other.
 CLUSTERINGS: Final = 4
 #: Rounds of Lloyd's algorithm.

@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     policy: Literal["ucb", "ucb-floor", "squarecb", "thompson"] = Field(
         default="ucb-floor",
         description="How arms are chosen from their scores: the best one, the best one with an exact floor of "
-        "epsilon, by inverse-gap weighting, or as often as an arm is the best of a posterior draw.",
+        "epsilon, by inverse-gap weighting, or as often as an arm is the best of a posterior draw around its score.",
     )
     epsilon: float = Field(
         default=0.02, ge=0, le=1, description="Share of decisions spread evenly over the arms (ucb-floor)."
@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         default=DRAWS_SCALE,
         ge=0,
         le=1_000,
-        description="How far from the mean thompson takes them, as a share of the posterior's deviation.",
+        description="How far from the score thompson takes them, as a share of the posterior's deviation.",
     )
 
     # The kill switch

@@ -45,7 +45,7 @@ def test_thompson_and_ucb_are_compared_on_the_same_rounds() -> None:
     assert fit.holds
     assert "quick" in ratio.name
     assert found["methods"]["thompson"]["settings"] == THOMPSON.settings()
-    assert THOMPSON.settings().keys() == {"policy", "draws", "scale"}
+    assert THOMPSON.settings().keys() == {"policy", "alpha", "draws", "scale"}
     assert SHIPPED.settings() == {"policy": "ucb-floor", "alpha": 0.3, "epsilon": 0.02}
 
 

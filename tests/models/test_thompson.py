@@ -44,6 +44,13 @@ class TestShares:
         assert chances(Thompson(2, 0.1), drawn) * 9 == pytest.approx([7, 1, 1])
         assert chances(Thompson(2, 0.0), drawn, np.array([0.5, 0.5, 0.1])) * 9 == pytest.approx([4, 4, 1])
 
+    def test_a_bonus_counts_on_top_of_every_draw(self) -> None:
+        drawn = np.array([[0.4, 0.5], [0.6, 0.5], [0.3, 0.3]])
+        found = Thompson(2, 1.0).probabilities(MEAN, np.array([0.0, 0.0, 0.25]), drawn)
+        assert found * 9 == pytest.approx([1, 4, 4])  # 0.3 + 0.25 is the best of the second draw
+        found = Thompson(2, 0.0).probabilities(MEAN, np.array([0.0, 0.1, 0.0]), drawn)
+        assert found * 9 == pytest.approx([1, 7, 1])
+
     def test_many_draws_come_to_the_probability_of_being_best(self) -> None:
         """Of two arms that is known: P(a > b) = Φ((m_a − m_b)/√(s_a² + s_b²))."""
         count, random = 40_000, np.random.default_rng(1)
