@@ -79,7 +79,8 @@ class LocalLoop:
         """One arm for a user; whoever is no longer held is loaded, as the service does."""
         inputs = assemble(self.layout, arms, context)
         known = self._states.get(user_id) or self._started(user_id)
-        policy, seed = self._policy, draws_seed(self._seed, decision_id)
+        policy = self._policy
+        seed = draws_seed(self._seed, decision_id) if policy.draws else 0
         scores = self._served.score([ScoreRequest(user_id, inputs, known, draws=policy.draws, seed=seed)])[0]
         shares = decision_draws(self._seed, decision_id)
         slate = draw_slate(policy, scores.mean, scores.bonus, 1, shares, scores.drawn)

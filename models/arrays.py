@@ -17,6 +17,10 @@ from torch import Tensor
 
 #: A numpy array or a torch tensor; all of one computation are of one kind.
 Array: TypeAlias = Any
+#: Truths that are summed sooner than they are packed.
+COUNTED_AT_ONCE = 256
+#: To compare with what is no array yet, numpy makes one at every call.
+_ZERO = np.zeros((), dtype=np.float32)
 
 
 def library_of(array: Array) -> Any:
@@ -113,7 +117,7 @@ def _factor_or_nan(matrix: Array) -> Array:
 
 def rectified(array: Array) -> Array:
     """max(0, x), in place."""
-    return array.relu_() if isinstance(array, Tensor) else np.maximum(array, 0, out=array)
+    return array.relu_() if isinstance(array, Tensor) else np.maximum(array, _ZERO, out=array)
 
 
 def exponential(array: Array) -> Array:
@@ -126,16 +130,11 @@ def dots(one: Array, other: Array) -> Array:
     return torch.linalg.vecdot(one, other) if isinstance(one, Tensor) else np.vecdot(one, other)
 
 
-def magnitude(array: Array) -> Array:
-    """|x|, in place."""
-    return array.abs_() if isinstance(array, Tensor) else np.abs(array, out=array)
-
-
 def count_true(mask: Array) -> Array:
     """How many of the last dimension are true, int64."""
-    if isinstance(mask, Tensor):
+    if isinstance(mask, Tensor) or mask.shape[-1] <= COUNTED_AT_ONCE:
         return mask.sum(-1)
-    # A sum would make a number of each first, which takes longer than all that led to the mask.
+    # A sum makes a number of each first, which takes longer than all that led to the mask.
     return np.bitwise_count(np.packbits(mask, axis=-1)).sum(-1, dtype=np.int64)
 
 

@@ -11,7 +11,7 @@ from typing import final
 
 from torch import Tensor
 
-from models.arrays import Array, count_true, dots, double, inverse, library_of, magnitude, on_device, rectified, zeros
+from models.arrays import Array, count_true, dots, double, inverse, library_of, on_device, rectified, zeros
 from models.memory import kernel, recall
 from models.prior import Groups, Prior
 from models.slates import Slates
@@ -68,14 +68,15 @@ def said_of(arms: Array, slates: Slates, own: Mapping[str, Array]) -> tuple[Arra
 def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Array) -> Array:
     """Eq. 4: how many agree with the asking user on each arm [N], that user included, once.
 
-    heads [P, D] of the pool, arms [N, D], the user's own mean [N] and how far from it others may be [N], and the user's
-    row in the pool [N], or [1] when all arms are asked about by one; −1 for none.
+    heads [P, D] of the pool, arms [N, D], the user's own mean [N] and the square of how far from it others may be [N],
+    and the user's row in the pool [N], or [1] when all arms are asked about by one; −1 for none.
     """
     if not heads.shape[0]:
         return zeros((arms.shape[0],), row) + 1
     away = arms @ heads.mT  # [N, P], the largest array of all: worked on in place
     away -= mean[:, None]
-    agree = magnitude(away) <= reach[:, None]
+    away *= away
+    agree = away <= reach[:, None]
     found = count_true(agree)  # [N]
     if row.shape[0] > 1:
         return found + ~(agree[library_of(arms).arange(row.shape[0], **on_device(row)), row] & (row >= 0))

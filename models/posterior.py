@@ -256,7 +256,8 @@ class PosteriorLearner(Learner):
         said, variance = said_of(h, query.slates, own)
         notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, said[:, :-1]
         mean, apart = said[:, -1], None
-        group_size = count_agreeing(pool["head"], h, mean, self._reach(variance), slates.spread(query.own_row))
+        reach = self.settings.nu**2 * variance
+        group_size = count_agreeing(pool["head"], h, mean, reach, slates.spread(query.own_row))
         if self.settings.memory:
             known = h[:, : 1 + self.inputs.seen]
             correction, left = remember(known, slates, own, outline["gain"], self.settings.memory_radius)
@@ -278,10 +279,6 @@ class PosteriorLearner(Learner):
         ramps, asked = outline["ramps"], query.slates.spread(query.own["asked"])
         return offer, z, foretold(outline["layers"], ramps.values(z) if ramps else z, asked)
 
-    def _reach(self, variance: Array) -> Array:
-        """How far from the asking user's prediction others may be who agree, by the variance of it."""
-        return self.settings.nu * library_of(variance).sqrt(variance)
-
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
         _, z, predicted = self._seen(outline, query)
         if not self.settings.heads:
@@ -290,9 +287,10 @@ class PosteriorLearner(Learner):
         # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored.
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
         said, variance = said_of(h, query.slates, query.own)
-        prediction, threshold = said[:, -1][rows], self._reach(variance)[rows]
+        prediction, reach = said[:, -1][rows], (self.settings.nu**2 * variance)[rows]
         predictions = (h @ pool["head"].mT)[rows]  # [n, P]
-        near = abs(predictions - prediction[:, None]) <= threshold[:, None]
+        near = (predictions - prediction[:, None]) ** 2 <= reach[:, None]
+        threshold = library_of(reach).sqrt(reach)
         return Agreement(prediction, threshold, predictions, without_asker(near, query.own_row))
 
     def contributions(
