@@ -36,7 +36,7 @@ from models.metaban import doubled
 from models.offer import on_offer
 from models.plain_head import PlainHead
 from models.posterior_parts import posterior_contributions
-from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, prior_state, stored_prior
+from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, groups_state, prior_state, stored_prior
 from models.settings import PosteriorSettings
 from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
 from models.teaching import Teaching
@@ -112,9 +112,7 @@ class PosteriorLearner(Learner):
             **prior_state(prior),
             **PlainHead.initial(self.head_size).state(),
             **kinds_state(Kinds.one(prior)),
-            "group_pull": torch.zeros(VOICES_MAX, self.head_size, dtype=torch.float64),
-            "group_offset": torch.full((VOICES_MAX,), NO_GROUP, dtype=torch.float64),
-            "group_share": torch.tensor(self.settings.group_spread, dtype=torch.float64),
+            **groups_state(Groups.none(self.head_size, self.settings.group_spread), VOICES_MAX),
             "guard": torch.zeros((), dtype=torch.float64),
             "gain": torch.tensor(FIRST_GAIN, dtype=torch.float64),
             "epoch": torch.zeros((), dtype=torch.float64),
@@ -397,9 +395,4 @@ class PosteriorLearner(Learner):
         loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]
         share = torch.full_like(prior.noise, self.settings.group_spread)
         groups = find_groups(prior, users.rows(loudest), share, SHIFT_STEPS, teaching[loudest])
-        missing = VOICES_MAX - groups.offset.shape[0]
-        return {
-            "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, self.head_size)]),
-            "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
-            "group_share": share,
-        }
+        return groups_state(groups, VOICES_MAX)

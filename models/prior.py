@@ -163,6 +163,12 @@ class Groups:
         pull = centres @ prior.precision / share
         return cls(pull, log_weight - 0.5 * (pull * centres).sum(-1), share)
 
+    @classmethod
+    def none(cls, dimension: int, share: float) -> Groups:
+        """Before any are found."""
+        known = torch.zeros(0, dimension + 1, dtype=torch.float64)
+        return cls(known[:, 1:], known[:, 0], torch.tensor(share, dtype=torch.float64))
+
     def centres(self, prior: Prior) -> Tensor:
         """c_q [Q, D]."""
         return self.pull @ prior.covariance * self.share
@@ -222,4 +228,14 @@ def prior_state(prior: Prior) -> dict[str, Tensor]:
         "prior_covariance": prior.covariance,
         "prior_precision": prior.precision,
         "noise": prior.noise,
+    }
+
+
+def groups_state(groups: Groups, most: int) -> dict[str, Tensor]:
+    """What an epoch keeps of groups: rows for so many, those that are none behind."""
+    missing = most - groups.offset.shape[0]
+    return {
+        "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, groups.pull.shape[1])]),
+        "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
+        "group_share": groups.share,
     }

@@ -104,7 +104,7 @@ def test_every_part_runs_small_and_is_reported(ratings: Path, tmp_path: Path) ->
     plan = replace(TINY, data=ratings, plot=plots)
     report = measure_transfer(plan, ("linear", "surrogate", "selection", "speed"), quick=True, console=QUIET)
     assert all(np.isfinite(bar.value) and bar.name.endswith(", quick") for bar in report.bars)
-    assert len(report.bars) == 2 + 3 + 4 + 2
+    assert len(report.bars) == 1 + 3 + 4 + 2
     assert len(report.results["selection"]["runs"]) == 2
     assert report.results["speed"]["job_subsets"] == 400
     names = {"transfer-linear.png", "transfer-surrogate.png", "transfer-selection.png"}
