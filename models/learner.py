@@ -43,7 +43,7 @@ class UserBatch:
     starts: Array  # [B, start_size] float64: warm starts, 0 for who has none; [B, 0] where nobody has any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class Query:
     """The arms of R requests end to end, with the asking users' states."""
 
@@ -66,7 +66,7 @@ class Query:
         return request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class Scores:
     """What a learner thinks of each arm; the score of an arm is mean + bonus."""
 

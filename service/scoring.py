@@ -30,7 +30,7 @@ class WarmStart:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class ScoreRequest:
     """The arms of one request as the learner sees them, inputs float32 [k, d].
 
@@ -47,7 +47,7 @@ class ScoreRequest:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class ArmScores:
     """One request's arms judged, what the learner noted of each [k, q], and whom of the asking user it was for."""
 

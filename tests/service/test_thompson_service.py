@@ -93,7 +93,7 @@ async def test_policies_change_while_they_serve(redis: Redis, valkey_url: str) -
             assert answer["policy"] == "thompson"
         item = answer["items"][0]
         best = item["score"] == pytest.approx(greedy["items"][0]["score"])
-        assert item["propensity"] == pytest.approx((7 * best + 1 / 4) / 8), "at no scale the largest score is always best"
+        assert item["propensity"] == pytest.approx((7 * best + 1 / 4) / 8), "without a scale scores alone decide"
         assert (await http.patch("/admin/config", json={"thompson_draws": 0})).status_code == 422
         await http.patch("/admin/config", json={"policy": "ucb"})
         assert (await decided(http, "c"))["items"][0]["propensity"] == greedy["items"][0]["propensity"]
