@@ -66,6 +66,9 @@ VOICES_MAX = 256
 GROUPS_FROM_EVENTS = 256
 #: The same for the plain head where inputs are wide: the principal directions of few samples tell arms hardly apart.
 WIDE_PLAIN_FROM_EVENTS = 256
+#: Applied events until which it may decide: on arms of its own choice it may foresee more than users' heads for ever,
+#: which learn little from such arms, as where many inputs tell hidden groups apart.
+PLAIN_UNTIL_EVENTS = 2_048
 #: Seeds that a generator takes.
 SEEDS = 1 << 63
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
@@ -333,7 +336,8 @@ class PosteriorLearner(Learner):
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         early = self.inputs.narrowed and total_events < WIDE_PLAIN_FROM_EVENTS
         if self.settings.heads and self.settings.plain and not early:
-            trust = trust_of(batches, prior.noise, derived["since"])
+            reigns = total_events < PLAIN_UNTIL_EVENTS
+            trust = trust_of(batches, prior.noise, derived["since"]) if reigns else torch.ones_like(prior.noise)
             derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior, trust).state()
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)

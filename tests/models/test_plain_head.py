@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.learner import State, UserBatch
 from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, PlainHead
-from models.posterior import PosteriorLearner
+from models.posterior import PLAIN_UNTIL_EVENTS, PosteriorLearner
 from models.prior import Prior, Statistics
 from models.upkeep import ALONE, PLAIN, TOGETHER, TRUST_AHEAD
 from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
@@ -136,6 +136,18 @@ def test_of_wide_inputs_it_waits_for_events() -> None:
     assert early["trust"] == 1
     assert not early["plain_mean"].any()
     assert later["plain_mean"].any()
+
+
+def test_its_reign_ends() -> None:
+    """However much it foresees: users' heads learn little from arms that it alone chose."""
+    learner = PosteriorLearner(small(), 3, torch.float64)
+    batch = population(learner)
+    batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
+    before, after = (
+        learner.derive(learner.initial_shared(), [batch], 0, PLAIN_UNTIL_EVENTS + more)["trust"] for more in (-1, 0)
+    )
+    assert before < 0.01
+    assert after == 1
 
 
 def test_it_can_be_left_out() -> None:
