@@ -1,10 +1,10 @@
-"""One plain taste for everybody, by which arms are ranked until users' own heads foresee more than it does.
+"""One plain taste for everybody, by which arms are ranked at first, until users' own heads foresee more than it does.
 
-Where rewards are rare, and in the first hundreds of events anywhere, the many coefficients of users' heads mostly
-follow chance. A ridge regression of everybody's rewards on the inputs alone, without products and trunk, has the fewest
-coefficients that can tell arms apart: it is the last to take chance for taste. Users differ in how much they like
-anything at all, which tells no arm from another but would drown what does, so each has a level of their own, a random
-effect: r = level_u + xᵀw + noise, level_u ~ N(0, Σ₀₀), with the prior's variance of the constant.
+In the first hundreds of events the many coefficients of users' heads mostly follow chance. A ridge regression of
+everybody's rewards on the inputs alone, without products and trunk, has the fewest coefficients that can tell arms
+apart: it is the last to take chance for taste. Users differ in how much they like anything at all, which tells no arm
+from another but would drown what does, so each has a level of their own, a random effect: r = level_u + xᵀw + noise,
+level_u ~ N(0, Σ₀₀), with the prior's variance of the constant.
 
 Trust τ in [0, 1] is what a user's own head counts beside it; what was noted of decisions tells (upkeep.py). What is not
 known of arms stays what the user's own posterior does not know: users would not be told apart by choices that

@@ -36,7 +36,7 @@ from models.metaban import doubled
 from models.offer import on_offer
 from models.plain_head import PlainHead
 from models.posterior_parts import posterior_contributions
-from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, groups_state, prior_state, stored_prior
+from models.prior import Groups, Prior, Statistics, find_groups, groups_state, prior_state, stored_groups, stored_prior
 from models.settings import PosteriorSettings
 from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
 from models.teaching import Teaching
@@ -185,15 +185,7 @@ class PosteriorLearner(Learner):
         return plain.beside(plain.of_users(gram, moment), self._believed(shared, gram, moment).head)
 
     def _groups(self, shared: Arrays) -> Groups | None:
-        if not self.settings.groups:
-            return None
-        pull, offset = shared["group_pull"], shared["group_offset"]
-        if not isinstance(offset, Tensor):  # a tensor may be on a GPU, which is not to be waited for
-            count = int((offset > NO_GROUP / 2).sum())
-            pull, offset = pull[:count], offset[:count]
-            if not count:
-                return None
-        return Groups(pull, offset, shared["group_share"])
+        return stored_groups(shared) if self.settings.groups else None
 
     def outline(self, shared: State, *, as_numpy: bool = False) -> dict[str, Any]:
         arrays: dict[str, Any] = dict(as_arrays(shared)) if as_numpy else dict(shared)
@@ -334,8 +326,8 @@ class PosteriorLearner(Learner):
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
             derived |= self._grouped_anew(prior, users, teaching)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
-        early = self.inputs.narrowed and total_events < WIDE_PLAIN_FROM_EVENTS
-        if self.settings.heads and self.settings.plain and not early:
+        plain_from = WIDE_PLAIN_FROM_EVENTS if self.inputs.narrowed else 0
+        if self.settings.heads and self.settings.plain and total_events >= plain_from:
             reigns = total_events < PLAIN_UNTIL_EVENTS
             trust = trust_of(batches, prior.noise, derived["since"]) if reigns else torch.ones_like(prior.noise)
             derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior, trust).state()

@@ -239,3 +239,14 @@ def groups_state(groups: Groups, most: int) -> dict[str, Tensor]:
         "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
         "group_share": groups.share,
     }
+
+
+def stored_groups(shared: Mapping[str, Array]) -> Groups | None:
+    """The groups of an epoch; None where there are none, as far as that can be told."""
+    pull, offset = shared["group_pull"], shared["group_offset"]
+    if not isinstance(offset, Tensor):  # a tensor may be on a GPU, which is not to be waited for
+        count = int((offset > NO_GROUP / 2).sum())
+        pull, offset = pull[:count], offset[:count]
+        if not count:
+            return None
+    return Groups(pull, offset, shared["group_share"])
