@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from models.arrays import (
+    COUNTED_AT_ONCE,
     as_arrays,
+    at_most,
     bounded,
     cast,
     chosen,
+    count_true,
+    dots,
     double,
+    exponential,
     inverse,
     library_of,
     numpy_kind,
@@ -47,6 +52,14 @@ def covariances(count: int, size: int) -> np.ndarray:
     rows = np.random.default_rng(0).normal(size=(count, size + 2, size)) * np.logspace(0, 2, size)
     found: np.ndarray = rows.swapaxes(-1, -2) @ rows
     return found
+
+
+@KINDS
+@pytest.mark.parametrize("size", [0, 1, COUNTED_AT_ONCE, COUNTED_AT_ONCE + 1, 2_051])
+def test_truths_are_counted_however_many(kind: str, size: int) -> None:
+    mask = np.random.default_rng(size).random((3, size)) < [[0.0], [0.4], [1.1]]
+    expected = [sum(row) for row in mask.tolist()]
+    same(count_true(given(mask, kind, "bool")), expected, kind, "int64")
 
 
 class TestInverse:
@@ -145,6 +158,20 @@ class TestBothKinds:
         same(found, [[0, 0, 0], [0.5, 4, np.inf]], kind, dtype)
         assert found is values, "in place"
         assert np.isnan(np.asarray(rectified(given([np.nan], kind, dtype)))).all()
+
+    def test_exponential(self, kind: str, dtype: str) -> None:
+        values = given([[-np.inf, 0.0, 1.0]], kind, dtype)
+        found = exponential(values)
+        same(found, [[0, 1, np.e]], kind, dtype, 1e-6)
+        assert found is values, "in place"
+
+    def test_dots(self, kind: str, dtype: str) -> None:
+        one, other = np.arange(12.0).reshape(2, 2, 3), np.arange(6.0).reshape(2, 3) - 2
+        found = dots(given(one, kind, dtype), given(other, kind, dtype))
+        same(found, (one * other).sum(-1), kind, dtype, 1e-6)
+
+    def test_at_most(self, kind: str, dtype: str) -> None:
+        same(at_most(given([-1, 2, 5], kind, dtype), 2), [-1, 2, 2], kind, dtype)
 
     def test_chosen(self, kind: str, dtype: str) -> None:
         values = np.arange(24.0).reshape(2, 4, 3)
