@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from models.drawing import draws_seed
-from models.exploration import Policy, decision_draws, draw_slate
+from models.exploration import Policy, Slate, decision_draws, draw_slate
 from models.features import FeatureLayout, assemble, infer_layout
 from models.learner import Learner, State, UserBatch
 from models.presets import build_learner
 from models.settings import LearnerSettings
-from service.served import BRIEFS_A_TURN, ScoreRequest, ServedModel
+from service.scoring import ArmScores, ScoreRequest
+from service.served import BRIEFS_A_TURN, ServedModel
 from store.codec import Sample
 from store.users import UserState
 from worker.epochs import choose_teachers, derive_shared
@@ -81,10 +82,14 @@ class LocalLoop:
         known = self._states.get(user_id) or self._started(user_id)
         policy = self._policy
         seed = draws_seed(self._seed, decision_id) if policy.draws else 0
-        scores = self._served.score([ScoreRequest(user_id, inputs, known, draws=policy.draws, seed=seed)])[0]
-        shares = decision_draws(self._seed, decision_id)
-        slate = draw_slate(policy, scores.mean, scores.bonus, 1, shares, scores.drawn)
-        arm = slate.chosen[0]
+        request = ScoreRequest(user_id, inputs, known, draws=policy.draws, seed=seed)
+
+        def draw(scores: ArmScores) -> Slate:
+            shares = decision_draws(self._seed, decision_id)
+            return draw_slate(policy, scores.mean, scores.bonus, 1, shares, scores.drawn)
+
+        chosen = self._served.choose_one(request, draw)
+        scores, slate, arm = chosen.scores, chosen.slate, chosen.slate.chosen[0]
         score = float(scores.mean[arm] + scores.bonus[arm])
         return Choice(arm, inputs[arm], scores.phi[arm], slate.propensities[0], score, scores.user_events)
 

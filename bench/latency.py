@@ -19,18 +19,20 @@ from rich.progress import Progress
 from bench.environments import Round, SyntheticGroups
 from bench.harness import plain_layout
 from bench.methods import VOWPAL, Method, Question, build_method, shipped_settings, unavailable
-from bench.populations import Crowd, PaperPopulation, check_decision, decide, random_arms
+from bench.populations import Crowd, PaperPopulation, check_decision, decide, everything, random_arms
 from bench.reference import FROZEN_FROM
 from bench.report import Bar, Report
 from bench.roofline import AIM, COPIED_BYTES, bytes_a_user, measure_machine, roofline_row
 from bench.timing import Race, Work, take_turns
+from models.exploration import Slate
 from models.features import assemble
 from models.learner import Learner
 from models.presets import build_learner
 from models.settings import named_settings
 from models.threads import one_thread
 from service.scorer import BATCH_REQUESTS
-from service.served import BRIEFS_MAX, ScoreRequest, ServedModel
+from service.scoring import ArmScores, ScoreRequest
+from service.served import BRIEFS_MAX, ServedModel
 
 #: The claims: times faster than the looped reference, at least.
 DECISION_SPEEDUP, UPDATE_SPEEDUP = 100.0, 50.0
@@ -42,6 +44,8 @@ TRAINING_LIMIT_MS: Final = 2.0
 VOWPAL_ENV: Final = "movielens"
 #: Hidden groups of the world that `default` and Vowpal Wabbit learn in, and tastes of each.
 WORLD: Final[dict[str, Any]] = {"groups": 4, "tastes": 2}
+#: What is chosen of a request where only scoring is timed.
+FIRST_ARM: Final = Slate((0,), (1.0,))
 #: Dimensions and presets whose bytes a user are reported.
 DIMENSIONS: Final = (20, 793)
 SIZED: Final = ("default", "paper")
@@ -130,8 +134,8 @@ def _paper_decisions(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, A
     arms = random_arms(np.random.default_rng(plan.seed), plan.arms, plan.dimension)
     inputs = assemble(plain_layout(plan.dimension), arms.tolist(), None)
     asking, vectors = population.users[0], list(torch.from_numpy(inputs))
-    scores, expected = served.score([ScoreRequest(asking, inputs)])[0], reference.recommend(asking, vectors)
-    difference = check_decision(scores, expected)
+    judged = served.choose_one(ScoreRequest(asking, inputs), everything)
+    difference = check_decision(judged, reference.recommend(asking, vectors))
 
     def anew(number: int) -> None:
         population.fit()
@@ -144,7 +148,10 @@ def _paper_decisions(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, A
             calls=(1, plan.fast_calls),
             between=lambda _: done(),
         )
-        return Race(*sides).to_json() | {"difference": difference, "group_size_mean": float(scores.group_size.mean())}
+        return Race(*sides).to_json() | {
+            "difference": difference,
+            "group_size_mean": float(np.mean(judged.group_sizes)),
+        }
 
     return {
         "paper_decision": race_with("paper decision", lambda number: decide(served, asking, arms, number)),
@@ -258,7 +265,10 @@ class Budget:
 
 
 def _crowds(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
-    """Scoring among few and many users with the same candidate pool; and among few against the machine's speeds."""
+    """Scoring among few and many users with the same candidate pool; and among few against the machine's speeds.
+
+    One arm of each request is taken to be chosen, and it is counted who agrees about it.
+    """
     pool = min(shipped_settings().candidate_pool, plan.few_users)
     crowd = Crowd.random(dimension=plan.dimension, seed=plan.seed)
     random = np.random.default_rng(plan.seed)
@@ -269,8 +279,12 @@ def _crowds(plan: LatencyPlan, done: Callable[[], None]) -> dict[str, Any]:
         who = [f"user-{number}" for number in random.integers(users, size=count)]
         return [ScoreRequest(user, part) for user, part in zip(who, np.split(inputs, count), strict=True)]
 
+    def first(scores: ArmScores) -> Slate:
+        return FIRST_ARM
+
     def scoring(served: ServedModel, asked: list[ScoreRequest], size: int) -> Work:
-        return lambda number: served.score(asked[number * size : (number + 1) * size])
+        choices = [(request, first) for request in asked]
+        return lambda number: served.choose(choices[number * size : (number + 1) * size])
 
     crowds = {users: crowd.serve(users, pool=pool) for users in (plan.many_users, plan.few_users)}
     sides = take_turns(

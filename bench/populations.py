@@ -20,7 +20,8 @@ from models.learner import Arrays, Learner, State, UserBatch
 from models.metaban import PaperLearner
 from models.posterior import PosteriorLearner
 from models.settings import MetaBanSettings, PosteriorSettings
-from service.served import ArmScores, ScoreRequest, ServedModel
+from service.scoring import ArmScores, Chosen, ScoreRequest
+from service.served import ServedModel
 from store.users import UserState
 
 #: How far the fast code's results may lie from the reference's, absolute below one and relative above.
@@ -43,8 +44,18 @@ def decide(served: ServedModel, user: str, arms: NDArray[np.float64], number: in
     """A decision as the service makes it: inputs, scores, and an arm drawn by the shipped policy."""
     shipped = shipped_settings()
     policy = build_policy(shipped.policy, epsilon=shipped.epsilon, squarecb_gamma=shipped.squarecb_gamma)
-    scores = served.score([ScoreRequest(user, assemble(plain_layout(arms.shape[1]), arms.tolist(), None))])[0]
-    return draw_slate(policy, scores.mean, scores.bonus, 1, decision_draws(0, str(number)))
+    request = ScoreRequest(user, assemble(plain_layout(arms.shape[1]), arms.tolist(), None))
+
+    def draw(scores: ArmScores) -> Slate:
+        return draw_slate(policy, scores.mean, scores.bonus, 1, decision_draws(0, str(number)))
+
+    return served.choose_one(request, draw).slate
+
+
+def everything(scores: ArmScores) -> Slate:
+    """All arms, to see how many agree about each."""
+    count = len(scores.mean)
+    return Slate(tuple(range(count)), (1.0,) * count)
 
 
 @final
@@ -101,12 +112,12 @@ class PaperPopulation:
         return served
 
 
-def check_decision(scores: ArmScores, arms: Sequence[ReferenceArm]) -> float:
+def check_decision(chosen: Chosen, arms: Sequence[ReferenceArm]) -> float:
     """The largest difference of means and bonuses; too large a one, or another group, is an error."""
     sizes = [len(arm.members) for arm in arms]
-    if scores.group_size.tolist() != sizes:
-        raise Disagreement(f"groups have {scores.group_size.tolist()} members, the reference's {sizes}")
-    found = torch.from_numpy(np.stack([scores.mean, scores.bonus]))
+    if chosen.group_sizes != sizes:
+        raise Disagreement(f"groups have {chosen.group_sizes} members, the reference's {sizes}")
+    found = torch.from_numpy(np.stack([chosen.scores.mean, chosen.scores.bonus]))
     return largest_difference(found, torch.tensor([[arm.mean for arm in arms], [arm.bonus for arm in arms]]))
 
 

@@ -81,7 +81,7 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool: int) -> list[Part]:
-    """The least work of scoring `requests` requests of `arms` arms each against a pool."""
+    """The least work of scoring `requests` requests of `arms` arms each, one of them chosen, against a pool."""
     total, size, seen = requests * arms, learner.head_size, learner.inputs.seen
     inputs, codes = learner.inputs_expected, learner.inputs_expected * learner.inputs.bins
     kept = learner.settings.memory_samples
@@ -103,8 +103,8 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
             0,
             SINGLE * (narrowing + requests * (size * size + 3 * size + learner.embedded)),
         ),
-        # Everybody's prediction of every arm, its distance and whether that is near.
-        Part("agreement", total * pool * (2 * size + 3), 0, SINGLE * pool * size),
+        # Everybody's prediction of the chosen arm of each request, its distance and whether that is near.
+        Part("agreement", requests * pool * (2 * size + 3), 0, SINGLE * pool * size),
         # Squared distances to the kept samples and a kernel of each, summed twice.
         Part("memory", total * kept * (3 * seen + 6), 0, SINGLE * requests * kept * (seen + 2)),
     ]

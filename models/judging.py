@@ -65,12 +65,14 @@ def said_of(arms: Array, slates: Slates, own: Mapping[str, Array]) -> tuple[Arra
     return slates.flat(side_by_side @ own["heads"]), rectified(slates.flat(spread))
 
 
-def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Array) -> Array:
-    """Eq. 4: how many agree with the asking user on each arm [N], that user included, once.
+def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Array, places: Array | slice) -> Array:
+    """Eq. 4: how many agree with the asking user on the arms in some places [n], that user included, once.
 
     heads [P, D] of the pool, arms [N, D], the user's own mean [N] and the square of how far from it others may be [N],
     and the user's row in the pool [N], or [1] when all arms are asked about by one; −1 for none.
     """
+    arms, mean, reach = arms[places], mean[places], reach[places]
+    row = row[places] if row.shape[0] > 1 else row
     if not heads.shape[0]:
         return zeros((arms.shape[0],), row) + 1
     away = arms @ heads.mT  # [N, P], the largest array of all: worked on in place

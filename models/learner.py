@@ -9,7 +9,7 @@ benchmarks handle every learner alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,10 +72,17 @@ class Scores:
 
     mean: Array  # [N]
     bonus: Array  # [N]
-    group_size: Array  # [N] int64, the asking user included
     phi: Array  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
     sigma: Array  # [N]: how little is known of the mean, as a standard deviation
+    #: How many agree about the arms in these places, the asking users included: a slice, or [n] → [n] int64. Asked of
+    #: what was chosen only, it is worked out where that takes time; good until the pool changes.
+    agreeing: Callable[[Array | slice], Array]
     draws: Array | None = None  # [N, M] what the arms may be worth, jointly for the arms of a request; if asked for
+
+    @property
+    def group_size(self) -> Array:
+        """How many agree about each arm [N] int64."""
+        return self.agreeing(slice(None))
 
 
 def newest(valid: Array, keep: int) -> tuple[Array, Array]:

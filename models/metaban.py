@@ -248,7 +248,8 @@ class PaperLearner(MetaBanLearner):
             bound = self.user_bound(query)[request]  # [N]
             bonus = self.settings.alpha * (sigma + self.settings.z1 + bound)
         notes = x.new_empty((x.shape[0], self.noted))
-        return Scores(mean, bonus, others.sum(-1) + 1, notes, sigma, self.draws(query, mean, sigma))
+        group_size = others.sum(-1) + 1  # [N]
+        return Scores(mean, bonus, notes, sigma, group_size.__getitem__, self.draws(query, mean, sigma))
 
     def score_arms(
         self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor

@@ -89,14 +89,10 @@ class PooledLearner(MetaBanLearner):
         theta = self.adapt_meta(outline, pool, query, members)[request]  # [N, p]
         mean, factors = output_factors(self.shape, theta, x)
         sigma = own_deviation(self.shape, query.own, query.slates, x) if self.unsure else factor_norm(factors)
-        return Scores(
-            mean,
-            self.settings.alpha * sigma,
-            (members.sum(-1) + 1)[request],
-            x.new_empty((x.shape[0], self.noted)),
-            sigma,
-            self.draws(query, mean, sigma),
-        )
+        group_size = (members.sum(-1) + 1)[request]  # [N]
+        notes = x.new_empty((x.shape[0], self.noted))
+        draws = self.draws(query, mean, sigma)
+        return Scores(mean, self.settings.alpha * sigma, notes, sigma, group_size.__getitem__, draws)
 
     def members(self, near: Tensor) -> Tensor:
         return near.any(0).expand_as(near)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -244,13 +245,13 @@ class PosteriorLearner(Learner):
             notes[:, : MEAN + 1] = predicted[:, None]
             notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
-            return Scores(predicted, known, nobody, notes, known, draws)
+            return Scores(predicted, known, notes, known, nobody.__getitem__, draws)
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
         said, variance = said_of(h, query.slates, own)
         notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, said[:, :-1]
         mean, apart = said[:, -1], None
         reach = self.settings.nu**2 * variance
-        group_size = count_agreeing(pool["head"], h, mean, reach, slates.spread(query.own_row))
+        agreeing = partial(count_agreeing, pool["head"], h, mean, reach, slates.spread(query.own_row))
         if self.settings.memory:
             known = h[:, : 1 + self.inputs.seen]
             correction, left = remember(known, slates, own, outline["gain"], self.settings.memory_radius)
@@ -261,7 +262,7 @@ class PosteriorLearner(Learner):
         draws = None
         if query.draws is not None:
             draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
-        return Scores(mean, self.settings.alpha * sigma, group_size, notes, sigma, draws)
+        return Scores(mean, self.settings.alpha * sigma, notes, sigma, agreeing, draws)
 
     def _seen(self, outline: Any, query: Query) -> tuple[Array, Array, Array]:
         """What was on offer with each arm, the arms standardised [N, d], and what the trunk says of them [N]."""

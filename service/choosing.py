@@ -94,6 +94,7 @@ class Chooser:
         rows = [places[item.arm_id] for item in decision.items]
         if not np.array_equal(candidates.inputs[rows], decision.features):
             return None
+        slate = Slate(tuple(rows), tuple(item.propensity for item in decision.items))
 
         def still(scores: ArmScores) -> bool:
             served = (scores.epoch, scores.incarnation, scores.user_events, scores.cold_start)
@@ -101,7 +102,7 @@ class Chooser:
 
         # By the start that was stored, if any: one made now might be another.
         asked, _ = await self._asked(command, None, serving, candidates, store)
-        return await serving.explainer.explain(Question(asked, candidates.features_of, command.context), rows, still)
+        return await serving.explainer.explain(Question(asked, candidates.features_of, command.context), slate, still)
 
     async def _by_baseline(
         self, command: RecommendCommand, decision_id: str, incarnation: int, store: Errands
@@ -140,11 +141,11 @@ class Chooser:
         explanations: Explanations = ()
         if command.explain:
             question = Question(asked, candidates.features_of, command.context)
-            scores, slate, explanations = await serving.explainer.choose(question, draw)
+            chosen, explanations = await serving.explainer.choose(question, draw)
         else:
             with self._metrics.stage("score"):
-                scores = await serving.scorer.score(asked)
-            slate = draw(scores)
+                chosen = await serving.scorer.choose(asked, draw)
+        scores, slate = chosen.scores, chosen.slate
         decision = Decision(
             decision_id=decision_id,
             user_id=command.user_id,
@@ -157,9 +158,11 @@ class Chooser:
                     mean=float(scores.mean[arm]),
                     bonus=float(scores.bonus[arm]),
                     propensity=propensity,
-                    group_size=int(scores.group_size[arm]),
+                    group_size=size,
                 )
-                for place, (arm, propensity) in enumerate(zip(slate.chosen, slate.propensities, strict=True))
+                for place, (arm, propensity, size) in enumerate(
+                    zip(slate.chosen, slate.propensities, chosen.group_sizes, strict=True)
+                )
             ),
             features=candidates.inputs[list(slate.chosen)],
             phi=scores.phi[list(slate.chosen)],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
@@ -20,7 +20,7 @@ from models.exploration import Slate
 from models.features import FeatureLayout, Features, InputNames
 from service.contracts import Contribution, Explanation, GroupMember
 from service.errors import Overloaded
-from service.scoring import ArmScores, ColdStart, ScoreRequest, cold_start
+from service.scoring import ArmScores, Chosen, ColdStart, Draw, ScoreRequest, cold_start
 from service.served import ServedModel
 
 #: Contributions told of an arm, the largest.
@@ -63,7 +63,7 @@ class Group:
 class _Seen:
     """Of the n arms that are explained: all that is told, as arrays."""
 
-    scores: ArmScores
+    chosen: Chosen
     rows: NDArray[np.int64]
     pool_size: int
     members_mean: NDArray[np.float64]
@@ -86,27 +86,19 @@ class Explainer:
         # One at a time is handed to the thread: requests that need no explanation wait for no more than that.
         self._turn = asyncio.Lock()
 
-    async def choose(
-        self, question: Question, choose: Callable[[ArmScores], Slate]
-    ) -> tuple[ArmScores, Slate, tuple[Explanation, ...]]:
+    async def choose(self, question: Question, draw: Draw) -> tuple[Chosen, tuple[Explanation, ...]]:
         """Score a request, choose of its arms, and explain those that were chosen."""
-
-        def work() -> tuple[Slate, _Seen]:
-            [scores] = self._model.score([question.asked])
-            slate = choose(scores)
-            return slate, self._see(question.asked, scores, slate.chosen)
-
-        slate, seen = await self._run(work)
-        return seen.scores, slate, self._told(question, seen)
+        seen = await self._run(lambda: self._see(question.asked, draw))
+        return seen.chosen, self._told(question, seen)
 
     async def explain(
-        self, question: Question, rows: Sequence[int], still: Callable[[ArmScores], bool]
+        self, question: Question, slate: Slate, still: Callable[[ArmScores], bool]
     ) -> tuple[Explanation, ...] | None:
         """Explain arms that were chosen before; None unless `still` holds of how they are judged now."""
 
         def work() -> _Seen | None:
             [scores] = self._model.score([question.asked])
-            return self._see(question.asked, scores, rows) if still(scores) else None
+            return self._see(question.asked, lambda _: slate) if still(scores) else None
 
         seen = await self._run(work)
         return None if seen is None else self._told(question, seen)
@@ -115,8 +107,10 @@ class Explainer:
         """Who agrees with a user on the only arm of a request, at most so many of them by name."""
         return await self._run(lambda: self._group(asked, limit))
 
-    def _see(self, asked: ScoreRequest, scores: ArmScores, chosen: Sequence[int]) -> _Seen:
-        model, rows = self._model, np.asarray(chosen, dtype=np.int64)
+    def _see(self, asked: ScoreRequest, draw: Draw) -> _Seen:
+        model = self._model
+        chosen = model.choose_one(asked, draw)
+        rows = np.asarray(chosen.slate.chosen, dtype=np.int64)
         sight = model.look(asked)
         places = model.given(rows)
         with model.computing():
@@ -139,7 +133,7 @@ class Explainer:
             intercept, columns = intercept + columns[:, -1], columns[:, :-1]
         top = _largest(columns)
         return _Seen(
-            scores=scores,
+            chosen=chosen,
             rows=rows,
             pool_size=members.shape[1] + (not sight.in_pool),
             members_mean=own + shift,
@@ -151,10 +145,10 @@ class Explainer:
         )
 
     def _told(self, question: Question, seen: _Seen) -> tuple[Explanation, ...]:
-        names = InputNames(self._layout, question.context)
+        names, scores = InputNames(self._layout, question.context), seen.chosen.scores
         told = []
         for place, row in enumerate(seen.rows.tolist()):
-            inputs, mean = question.asked.inputs[row], float(seen.scores.mean[row])
+            inputs, mean = question.asked.inputs[row], float(scores.mean[row])
             intercept, memory = float(seen.intercept[place]), float(seen.memory[place])
             top, columns = seen.top[place].tolist(), seen.columns[place].tolist()
             named = names.of(question.features(row), top)
@@ -163,7 +157,7 @@ class Explainer:
                 for column, contribution, (name, sign) in zip(top, columns, named, strict=True)
                 if contribution
             )
-            size = int(seen.scores.group_size[row])
+            size = seen.chosen.group_sizes[place]
             told.append(
                 Explanation(
                     group_size=size,
@@ -172,8 +166,8 @@ class Explainer:
                     members_mean=float(seen.members_mean[place]),
                     members_spread=float(seen.members_spread[place]),
                     mean=mean,
-                    bonus=float(seen.scores.bonus[row]),
-                    sigma=float(seen.scores.sigma[row]),
+                    bonus=float(scores.bonus[row]),
+                    sigma=float(scores.sigma[row]),
                     contributions=contributions,
                     intercept=intercept,
                     memory=memory,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from models.exploration import Slate
 from store.starts import Start
 from store.users import UserState
 
@@ -53,7 +55,6 @@ class ArmScores:
 
     mean: NDArray[np.float64]
     bonus: NDArray[np.float64]
-    group_size: NDArray[np.int64]
     phi: NDArray[np.float32]
     sigma: NDArray[np.float32]
     drawn: NDArray[np.float64] | None  # [k, M]
@@ -85,6 +86,20 @@ class Standing:
     def precedes(self, other: Standing) -> bool:
         """Whether `other` is at least as new."""
         return (self.incarnation, self.version, self.epoch) <= (other.incarnation, other.version, other.epoch)
+
+
+#: How arms are chosen by their scores; it is called on the thread that scores, which waits for it.
+Draw: TypeAlias = Callable[[ArmScores], Slate]
+
+
+@final
+@dataclass(slots=True)  # made for every request; frozen, it would take three times as long
+class Chosen:
+    """What was chosen of a request's arms, by which scores, and how many agree about each of the chosen ones."""
+
+    scores: ArmScores
+    slate: Slate
+    group_sizes: list[int]
 
 
 def cold_start(user_events: int, *, started: bool) -> ColdStart | None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -21,9 +22,9 @@ from torch import Tensor
 from models.arrays import Array, as_arrays, library_of, numpy_kind
 from models.bank import UserBank
 from models.drawing import Draws
-from models.learner import Arrays, Learner, Query, State
+from models.learner import Arrays, Learner, Query, Scores, State
 from models.slates import Slates
-from service.scoring import ArmScores, ScoreRequest, Standing, WarmStart
+from service.scoring import ArmScores, Chosen, Draw, ScoreRequest, Standing, WarmStart
 from store.users import UserState
 
 __all__ = ["ArmScores", "ScoreRequest", "ServedModel", "Sight", "Standing"]
@@ -199,22 +200,57 @@ class ServedModel:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
         """Judge the arms of several requests in one pass."""
+        return self._judged(requests)[1]
+
+    def choose(self, asked: Sequence[tuple[ScoreRequest, Draw]]) -> list[Chosen | Exception]:
+        """Judge the arms of several requests in one pass, and have some of each chosen; or why that was not done.
+
+        Who agrees about arms is counted for those that were chosen: among many users it takes longer than all the rest.
+        """
+        scores, judged = self._judged([request for request, _ in asked])
+        found: list[Chosen | Exception] = []
+        places: list[int] = []
+        start = 0
+        for theirs, (request, draw) in zip(judged, asked, strict=True):
+            try:
+                slate = draw(theirs)
+            except Exception as error:  # whose request is not to be chosen for is told; the others are
+                found.append(error)
+            else:
+                found.append(Chosen(theirs, slate, []))
+                places += [start + arm for arm in slate.chosen]
+            start += request.inputs.shape[0]
+        with self.computing():
+            sizes = iter(self.taken(scores.agreeing(self.given(np.array(places, dtype=np.int64))), np.int64).tolist())
+        for each in found:
+            if isinstance(each, Chosen):
+                each.group_sizes = list(islice(sizes, len(each.slate.chosen)))
+        return found
+
+    def choose_one(self, request: ScoreRequest, draw: Draw) -> Chosen:
+        """The same for one request."""
+        [chosen] = self.choose([(request, draw)])
+        if isinstance(chosen, Exception):
+            raise chosen
+        return chosen
+
+    def _judged(self, requests: Sequence[ScoreRequest]) -> tuple[Scores, list[ArmScores]]:
+        """What the learner says of all arms, and of each request's."""
         query, standings = self._posed(requests)
         with self.computing():
             scores = self.learner.score_briefed(self._outline, self._pool.view(), query)
         mean, bonus = self.taken(scores.mean, np.float64), self.taken(scores.bonus, np.float64)
-        group_size, phi = self.taken(scores.group_size, np.int64), self.taken(scores.phi, np.float32)
-        sigma = self.taken(scores.sigma, np.float32)
+        phi, sigma = self.taken(scores.phi, np.float32), self.taken(scores.sigma, np.float32)
         drawn = None if scores.draws is None else self.taken(scores.draws, np.float64)
         found, end = [], 0
         for size, standing, request in zip(query.slates.sizes, standings, requests, strict=True):
             part, end = slice(end, end + size), end + size
             theirs = drawn[part, : request.draws] if drawn is not None and request.draws else None
-            judged = mean[part], bonus[part], group_size[part], phi[part], sigma[part], theirs
+            judged = mean[part], bonus[part], phi[part], sigma[part], theirs
             found.append(
                 ArmScores(*judged, standing.version, self.epoch_number, standing.incarnation, standing.started)
             )
-        return found
+        return scores, found
 
     def look(self, request: ScoreRequest) -> Sight:
         """What a request is scored with, to see more of it than scores."""

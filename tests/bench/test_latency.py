@@ -21,7 +21,7 @@ from bench.harness import plain_layout
 from bench.latency import Budget, LatencyPlan, latency_bars, measure_latency
 from bench.latency_views import plot_latency, print_latency
 from bench.methods import LearnerMethod, Question, build_method, unavailable
-from bench.populations import Crowd, Disagreement, PaperPopulation, check_decision, random_arms
+from bench.populations import Crowd, Disagreement, PaperPopulation, check_decision, everything, random_arms
 from bench.report import Report
 from bench.roofline import Machine, bound_of, bytes_a_user, decision_parts
 from bench.timing import Race, Side, take_turns
@@ -77,13 +77,13 @@ def test_the_reference_is_the_literal_one(population: PaperPopulation) -> None:
 def test_the_fast_decision_is_checked_against_the_reference(population: PaperPopulation) -> None:
     served = population.serve()
     inputs = assemble(plain_layout(4), random_arms(np.random.default_rng(1), 6, 4).tolist(), None)
-    scores = served.score([ScoreRequest("user-3", inputs)])[0]
+    chosen = served.choose_one(ScoreRequest("user-3", inputs), everything)
     arms = population.reference.recommend("user-3", list(torch.from_numpy(inputs)))
-    assert check_decision(scores, arms) < 1e-5
+    assert check_decision(chosen, arms) < 1e-5
     with pytest.raises(Disagreement, match="differ"):
-        check_decision(scores, [replace(arms[0], mean=arms[0].mean + 2e-4), *arms[1:]])
+        check_decision(chosen, [replace(arms[0], mean=arms[0].mean + 2e-4), *arms[1:]])
     with pytest.raises(Disagreement, match="members"):
-        check_decision(scores, [replace(arms[0], members=frozenset()), *arms[1:]])
+        check_decision(chosen, [replace(arms[0], members=frozenset()), *arms[1:]])
 
 
 def test_the_fast_fit_is_checked_against_the_reference(population: PaperPopulation) -> None:
@@ -158,7 +158,7 @@ def test_work_is_counted_from_shapes() -> None:
         learner.trunk.predict(learner.initial_shared()["trunk"], torch.zeros(3, learner.trunk.inputs))
     assert one["trunk"].single == counter.get_total_flops() + 3 * 2 * 5  # and the standardisation of 3 arms
     size = 5 + 15 + 2  # inputs, their products, the constant and the trunk's prediction
-    assert one["agreement"].single == 3 * 7 * (2 * size + 3)
+    assert one["agreement"].single == 7 * (2 * size + 3)  # of the chosen arm
     assert one["agreement"].bytes == 4 * 7 * size
     assert one["heads"].single == 3 * (15 + 2 * size**2 + 8 * size)
     for name, part in one.items():

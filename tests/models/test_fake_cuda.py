@@ -302,7 +302,7 @@ def test_a_state_left_on_the_cpu_would_be_noticed(preset: str, left_behind: str)
             learner.score(on_cpu, pool, query(own))
         else:
             elsewhere[left_behind] = {name: value.cpu() for name, value in elsewhere[left_behind].items()}
-            learner.score(shared, elsewhere["pool"], query(elsewhere["own"]))
+            _ = learner.score(shared, elsewhere["pool"], query(elsewhere["own"])).group_size
 
 
 def test_mixing_devices_raises_in_this_mode() -> None:

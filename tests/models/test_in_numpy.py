@@ -81,7 +81,13 @@ def same_scores(found: Scores, expected: Scores, tolerance: float) -> None:
 
 
 def as_tensors(scores: Scores) -> Scores:
-    return Scores(**{name: torch.from_numpy(getattr(scores, name)) for name in JUDGED})
+    return scores_of({name: torch.from_numpy(getattr(scores, name)) for name in JUDGED})
+
+
+def scores_of(judged: Mapping[str, Any]) -> Scores:
+    """With the sizes of groups as they were found."""
+    known = {name: value for name, value in judged.items() if name != "group_size"}
+    return Scores(**known, agreeing=judged["group_size"].__getitem__)
 
 
 def batch_in_numpy(batch: UserBatch) -> UserBatch:
@@ -187,7 +193,7 @@ class TestFixedScene:
                 own_events=query.own_events[asker],
             )
             expected = as_tensors(learner.score_briefed(outline, pool, alone))
-            found = Scores(**{name: getattr(together, name)[part] for name in JUDGED})
+            found = scores_of({name: getattr(together, name)[part] for name in JUDGED})
             same_scores(found, expected, TOLERANCE[dtype])
         assert end == together.mean.shape[0]
 

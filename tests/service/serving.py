@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from models.exploration import Slate
 from models.presets import build_learner
 from models.settings import LearnerSettings
-from service.served import ScoreRequest, ServedModel
+from service.scoring import ArmScores, ScoreRequest
+from service.served import ServedModel
 from store.users import UserState
 from tests.worker.workshop import CPU, INPUTS, features, make_sample, small
 from worker.trainer import Pupil, Trainer
@@ -33,6 +35,16 @@ def state(model: ServedModel, user: str, version: int = 1, *, epoch: int = 0, in
 
 def ask(user: str, arms: int = 3, seed: int = 0) -> ScoreRequest:
     return ScoreRequest(user, np.stack([features(1_000 + 10 * seed + arm) for arm in range(arms)]))
+
+
+def everything(scores: ArmScores) -> Slate:
+    """A draw of all arms, in their order."""
+    return Slate(tuple(range(len(scores.mean))), (1.0,) * len(scores.mean))
+
+
+def group_sizes(model: ServedModel, request: ScoreRequest) -> list[int]:
+    """How many agree about each arm of a request."""
+    return model.choose_one(request, everything).group_sizes
 
 
 def adopt(model: ServedModel, number: int, members: Sequence[str] = (), **changes: np.ndarray) -> None:

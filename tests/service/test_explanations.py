@@ -22,9 +22,10 @@ from service.errors import Overloaded
 from service.explaining import Explainer, Question
 from service.metrics import Metrics
 from service.scorer import Scorer
-from service.served import ArmScores, ScoreRequest, ServedModel
+from service.scoring import ArmScores, Chosen, Draw, ScoreRequest
+from service.served import ServedModel
 from tests.own_valkey import own_valkey
-from tests.service.serving import ask, make_model, put_each, state
+from tests.service.serving import ask, everything, group_sizes, make_model, put_each, state
 from tests.service.test_edge_snapshots import ARMS, served, teach
 from tests.service.test_engine import worker_running
 from tests.worker.workshop import INPUTS, small
@@ -73,18 +74,17 @@ async def test_groups_are_those_that_scores_count(settings: LearnerSettings, use
     def last_first(scores: ArmScores) -> Slate:
         return Slate((4, 0, 2), (1.0, 1.0, 1.0))
 
-    scores, slate, told = await explainer.choose(asked, last_first)
-    [alone] = model.score([asked.asked])
+    chosen, told = await explainer.choose(asked, last_first)
+    [alone], slate, sizes = model.score([asked.asked]), chosen.slate, group_sizes(model, asked.asked)
     assert slate.chosen == (4, 0, 2)
-    np.testing.assert_array_equal(scores.mean, alone.mean)
-    assert [each.group_size for each in told] == [int(alone.group_size[row]) for row in slate.chosen]
+    np.testing.assert_array_equal(chosen.scores.mean, alone.mean)
+    assert [each.group_size for each in told] == chosen.group_sizes == [sizes[row] for row in slate.chosen]
     assert [each.mean for each in told] == [float(alone.mean[row]) for row in slate.chosen]
     assert {each.pool_size for each in told} == {4 if user == "u1" else 5}
     for place, row in enumerate(slate.chosen):
         single = ask(user).__class__(user, asked.asked.inputs[row : row + 1])
         group = await explainer.group(single, 10)
-        [score] = model.score([single])
-        assert group.group_size == len(group.members) == int(score.group_size[0])
+        assert [group.group_size] == [len(group.members)] == group_sizes(model, single)
         assert group.members[0].user_id == user
         assert group.members[0].prediction == group.prediction
         assert all(member.distance <= group.threshold for member in group.members)
@@ -121,24 +121,24 @@ async def test_too_many_at_once_are_turned_away(compute: Executor, monkeypatch: 
 async def test_others_wait_for_one_explanation_at_most(compute: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     model, held = make_model(), threading.Event()
     order: list[str] = []  # of what the thread does
-    score, look = model.score, model.look
+    choose, look = model.choose, model.look
 
-    def scored(requests: Sequence[ScoreRequest]) -> list[ArmScores]:
+    def chosen(asked: Sequence[tuple[ScoreRequest, Draw]]) -> list[Chosen | Exception]:
         order.append("plain")
-        return score(requests)
+        return choose(asked)
 
     def looked(asked: ScoreRequest) -> Any:
         order.append("why")
         return look(asked)
 
-    monkeypatch.setattr(model, "score", scored)
+    monkeypatch.setattr(model, "choose", chosen)
     monkeypatch.setattr(model, "look", looked)
     explainer, scorer = Explainer(model, LAYOUT, compute), Scorer(model, compute, Metrics().of("shop"))
     compute.submit(held.wait)
 
     explaining = [asyncio.create_task(explainer.group(ask("u", 1), 9)) for _ in range(4)]
     await asyncio.sleep(0)
-    plain = asyncio.create_task(scorer.score(ask("u")))
+    plain = asyncio.create_task(scorer.choose(ask("u"), everything))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     held.set()

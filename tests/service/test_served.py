@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from models.exploration import Slate
 from models.learner import State
-from models.settings import LearnerSettings
+from models.settings import LearnerSettings, named_settings
 from models.teaching import Teaching
-from service.served import ScoreRequest, Standing
+from service.scoring import ArmScores, Chosen, ScoreRequest, Standing
 from store.users import UserState
-from tests.service.serving import WIDE, adopt, ask, make_model, put_each, state, versions
+from tests.service.serving import WIDE, adopt, ask, everything, group_sizes, make_model, put_each, state, versions
 from tests.worker.workshop import INPUTS, small
+
+#: Judged in numpy, as far as that goes.
+NUMPY = named_settings("default", width=5, bins=3, memory_samples=4)
 
 
 class TestHolding:
@@ -23,14 +28,14 @@ class TestHolding:
         assert (len(model), model.users(), model.holds("a")) == (0, [], None)
         [scores] = model.score([ask("a")])
         assert scores.user_events == 0
-        assert scores.group_size.tolist() == [1, 1, 1]
+        assert group_sizes(model, ask("a")) == [1, 1, 1]
 
     def test_users_of_the_pool_are_in_each_others_groups(self) -> None:
         model = make_model()
         model.put([state(model, "a", 3), state(model, "b", 2)])
         [scores] = model.score([ask("a")])
         assert scores.user_events == 3
-        assert scores.group_size.max() == 2
+        assert max(group_sizes(model, ask("a"))) == 2
 
     def test_beyond_the_pool_come_guests_who_are_in_no_group(self) -> None:
         model = make_model(pool=2)
@@ -38,10 +43,10 @@ class TestHolding:
         assert versions(model) == {"a": 2, "b": 2, "c": 2, "d": 2}
         assert model.wants("c")
         assert not model.wants("stranger")
-        [guest, member, stranger] = model.score([ask("c"), ask("a"), ask("stranger")])
+        [guest, _, stranger] = model.score([ask("c"), ask("a"), ask("stranger")])
         assert guest.user_events == 2
-        assert guest.group_size.max() <= 3
-        assert member.group_size.max() <= 2
+        assert max(group_sizes(model, ask("c"))) <= 3
+        assert max(group_sizes(model, ask("a"))) <= 2
         assert stranger.user_events == 0
 
     def test_a_guest_is_answered_by_their_own_learner(self) -> None:
@@ -53,7 +58,7 @@ class TestHolding:
         [one], [other] = full.score([ask("a")]), alone.score([ask("a")])
         np.testing.assert_allclose(one.mean, other.mean, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(one.bonus, other.bonus, rtol=1e-5, atol=1e-6)
-        assert one.group_size.tolist() == other.group_size.tolist()
+        assert group_sizes(full, ask("a")) == group_sizes(alone, ask("a"))
 
     def test_the_guest_asked_about_longest_ago_leaves_first(self) -> None:
         model = make_model(pool=1, guests=2)
@@ -104,7 +109,7 @@ class TestHolding:
     def test_the_pool_has_a_limit_however_many_arrive_at_once(self) -> None:
         model = make_model(pool=2)
         model.put([state(model, name, 2) for name in ("a", "b", "c", "d")])
-        assert model.score([ask("a")])[0].group_size.max() == 2
+        assert max(group_sizes(model, ask("a"))) == 2
 
 
 class TestRefusals:
@@ -182,14 +187,14 @@ class TestEpochs:
         assert not model.wants("a")
         model.put([state(model, name) for name in ("d", "e", "a")])
         assert set(model.users()) == {"b", "d", "e", "a"}
-        assert model.score([ask("b")])[0].group_size.max() <= 3, "a is a guest now"
+        assert max(group_sizes(model, ask("b"))) <= 3, "a is a guest now"
 
     def test_a_pool_may_be_larger_than_it_was(self) -> None:
         model = make_model(pool=1)
         model.put([state(model, "a")])
         adopt(model, 1, ["a", "b"])
         model.put([state(model, "b")])
-        assert model.score([ask("a")])[0].group_size.max() == 2
+        assert max(group_sizes(model, ask("a"))) == 2
 
     def test_a_guest_who_becomes_a_member_is_no_guest_any_more(self) -> None:
         model = make_model(pool=1, guests=2)
@@ -204,7 +209,7 @@ class TestEpochs:
         model = make_model(pool=1, settings=small(**WIDE))
         put_each(model, [state(model, name, 2) for name in ("a", "b")])
         adopt(model, 1, ["a", "b"])
-        assert model.score([ask("a")])[0].group_size.max() == 2
+        assert max(group_sizes(model, ask("a"))) == 2
 
 
 @pytest.mark.parametrize("settings", [small(), small(**WIDE), small(preset="pooled")], ids=["narrow", "wide", "pooled"])
@@ -216,12 +221,13 @@ def test_requests_scored_together_are_scored_as_alone(settings: LearnerSettings)
     requests = [
         ask("a", 1), ask("guest", 5, 1), ask("stranger", 2, 2), ask("a", 7, 3), ask("d", 3, 4), ask("stranger", 3, 5),
     ]  # fmt: skip
-    together = model.score(requests)
-    for request, scores in zip(requests, together, strict=True):
-        [alone] = model.score([request])
+    together = model.choose([(request, everything) for request in requests])
+    for request, chosen in zip(requests, together, strict=True):
+        assert isinstance(chosen, Chosen)
+        scores, [alone] = chosen.scores, model.score([request])
         assert scores.user_events == alone.user_events
         assert scores.mean.shape == (len(request.inputs),)
-        assert scores.group_size.tolist() == alone.group_size.tolist()
+        assert chosen.group_sizes == group_sizes(model, request)
         np.testing.assert_allclose(scores.mean, alone.mean, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(scores.bonus, alone.bonus, rtol=1e-4, atol=1e-5)
 
@@ -234,3 +240,39 @@ def test_scoring_changes_nothing() -> None:
     for one, other in zip(first, again, strict=True):
         np.testing.assert_array_equal(one.mean, other.mean)
         np.testing.assert_array_equal(one.bonus, other.bonus)
+
+
+@pytest.mark.parametrize("settings", [small(), small(preset="pooled"), NUMPY], ids=["paper", "pooled", "default"])
+def test_sizes_of_groups_are_of_the_chosen_arms(settings: LearnerSettings) -> None:
+    model = make_model(pool=4, settings=settings)
+    put_each(model, [state(model, name, 1 + place) for place, name in enumerate("abcde")])
+    requests = [ask("a", 4), ask("e", 6, 1), ask("b", 2, 2), ask("stranger", 5, 3)]
+    slates = [Slate(rows, (1.0,) * len(rows)) for rows in ((3, 0), (5,), (), (2, 4, 1))]
+    draws = [partial(_given, slate) for slate in slates]
+    found = model.choose(list(zip(requests, draws, strict=True)))
+    for request, slate, chosen in zip(requests, slates, found, strict=True):
+        assert isinstance(chosen, Chosen)
+        assert chosen.slate is slate
+        sizes = group_sizes(model, request)
+        assert chosen.group_sizes == [sizes[arm] for arm in slate.chosen]
+
+
+def test_who_cannot_be_chosen_for_is_told_and_the_others_are_chosen_for() -> None:
+    model = make_model(pool=4)
+    put_each(model, [state(model, name, 2) for name in "abc"])
+
+    def refuse(scores: ArmScores) -> Slate:
+        raise LookupError("nothing to choose")
+
+    first, refused, last = model.choose([(ask("a", 3), everything), (ask("b", 2), refuse), (ask("c", 4), everything)])
+    assert isinstance(refused, LookupError)
+    assert isinstance(first, Chosen)
+    assert isinstance(last, Chosen)
+    assert first.group_sizes == group_sizes(model, ask("a", 3))
+    assert last.group_sizes == group_sizes(model, ask("c", 4))
+    with pytest.raises(LookupError, match="nothing to choose"):
+        model.choose_one(ask("a"), refuse)
+
+
+def _given(slate: Slate, scores: ArmScores) -> Slate:
+    return slate
