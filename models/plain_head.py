@@ -8,7 +8,9 @@ level_u ~ N(0, Σ₀₀), with the prior's variance of the constant.
 
 Trust τ in [0, 1] is what a user's own head counts beside it; what was noted of decisions tells (upkeep.py). What is not
 known of arms stays what the user's own posterior does not know: users would not be told apart by choices that
-everybody's head alone explores.
+everybody's head alone explores. Where rewards are rare, though, nobody can be told apart for long, and posteriors of
+users stay so wide that they try anything: there τ is 0 at first, and arms are tried for what the plain head does not
+know.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from models.arrays import Array, inverse, zeros
+from models.arrays import Array, inverse, library_of, zeros
 from models.prior import Prior, Statistics
 
 #: Events that it takes to believe half of what a coefficient seems to be, when inputs are standardised.
@@ -32,18 +34,19 @@ HALF_BELIEVED_CONSTANT = 1.0
 @final
 @dataclass(frozen=True, slots=True)
 class PlainHead:
-    """Everybody's plain head w [D], events κ [] that it takes to believe half of a user's level, and trust τ [] in
-    users' own heads; float64."""
+    """Everybody's plain head w [D] and its covariance [D, D], events κ [] that it takes to believe half of a user's
+    level, and trust τ [] in users' own heads; float64."""
 
     mean: Array
+    covariance: Array
     level_events: Array
     trust: Array
 
     @classmethod
     def initial(cls, dimension: int) -> Self:
         """Before any event: there is none."""
-        one = torch.ones((), dtype=torch.float64)
-        return cls(torch.zeros(dimension, dtype=torch.float64), one, one.clone())
+        nothing, one = torch.zeros(dimension, dimension, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        return cls(nothing[0].clone(), nothing, one, one.clone())
 
     @classmethod
     def fitted(cls, users: Statistics, teaching: Tensor, seen: int, prior: Prior, trust: Tensor) -> Self:
@@ -59,18 +62,24 @@ class PlainHead:
         moment = teaching @ users.moment[:, :size] - (share * earned) @ sums
         penalty = torch.full_like(moment, HALF_BELIEVED_EVENTS)
         penalty[0] = HALF_BELIEVED_CONSTANT
-        mean = torch.zeros_like(users.moment[0])  # [D]
-        mean[:size] = inverse(gram + penalty.diag()) @ moment
-        return cls(mean, level_events, trust)
+        mean, covariance = torch.zeros_like(users.moment[0]), torch.zeros_like(users.gram[0])  # [D], [D, D]
+        inverted = inverse(gram + penalty.diag())
+        mean[:size], covariance[:size, :size] = inverted @ moment, prior.noise * inverted
+        return cls(mean, covariance, level_events, trust)
 
     @classmethod
     def stored(cls, shared: Mapping[str, Array]) -> Self:
         """Of an epoch."""
-        return cls(shared["plain_mean"], shared["plain_level_events"], shared["trust"])
+        return cls(shared["plain_mean"], shared["plain_covariance"], shared["plain_level_events"], shared["trust"])
 
     def state(self) -> dict[str, Array]:
         """What an epoch keeps of it."""
-        return {"plain_mean": self.mean, "plain_level_events": self.level_events, "trust": self.trust}
+        return {
+            "plain_mean": self.mean,
+            "plain_covariance": self.covariance,
+            "plain_level_events": self.level_events,
+            "trust": self.trust,
+        }
 
     def of_users(self, gram: Array, moment: Array) -> Array:
         """With the levels of users with A [R, D, D] and b [R, D]: [R, D]."""
@@ -82,3 +91,7 @@ class PlainHead:
         """Users' mean heads [R, D] as far as they are trusted, for the rest their plain ones [R, D]."""
         mixed: Array = plain + self.trust * (own - plain)
         return mixed
+
+    def explored(self, own: Array) -> Array:
+        """What arms are tried for [R, D, D]: what users' own posteriors do not know, unless those are not asked."""
+        return library_of(own).where(self.trust > 0, own, self.covariance)

@@ -67,9 +67,12 @@ VOICES_MAX = 256
 GROUPS_FROM_EVENTS = 256
 #: The same for the plain head where inputs are wide: the principal directions of few samples tell arms hardly apart.
 WIDE_PLAIN_FROM_EVENTS = 256
-#: Applied events until which it may decide: on arms of its own choice it may foresee more than users' heads for ever,
-#: which learn little from such arms, as where many inputs tell hidden groups apart.
-PLAIN_UNTIL_EVENTS = 2_048
+#: How much rewards have told, in tosses of a coin, until the plain head may decide: on arms of its own choice it may
+#: foresee more than users' heads for ever, which learn little from such arms, as where many inputs tell hidden groups
+#: apart.
+PLAIN_UNTIL_TOLD = 2_048.0
+#: Until when it decides alone where rewards are rare, and how little a reward tells there: as one in twenty does.
+PLAIN_ALONE_TOLD, RARE_TOLD = 512.0, 0.2
 #: Seeds that a generator takes.
 SEEDS = 1 << 63
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
@@ -216,7 +219,7 @@ class PosteriorLearner(Learner):
         kept = own["kept_heads"][..., : 1 + self.inputs.seen]
         return {
             "heads": cast(library.stack([plain, beliefs.alone, beliefs.together, head], -1), like),  # [R, D, 4]
-            "covariance": cast(beliefs.covariance(), like),
+            "covariance": cast(everybodys.explored(beliefs.covariance()), like),
             "notes": self._noted_of_all(embedding, outline["reach"]),
             # User by user: in one product of all, rounding would depend on who else is briefed.
             "asked": (embedding[:, None] @ outline["asking"])[:, 0] + outline["layers"][0][1],
@@ -329,8 +332,7 @@ class PosteriorLearner(Learner):
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         plain_from = WIDE_PLAIN_FROM_EVENTS if self.inputs.narrowed else 0
         if self.settings.heads and self.settings.plain and total_events >= plain_from:
-            reigns = total_events < PLAIN_UNTIL_EVENTS
-            trust = trust_of(batches, prior.noise, derived["since"]) if reigns else torch.ones_like(prior.noise)
+            trust = self._trust(samples, trust_of(batches, prior.noise, derived["since"]))
             derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior, trust).state()
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
@@ -387,6 +389,14 @@ class PosteriorLearner(Learner):
         for _ in range(steps):
             prior = prior.improved(users, teaching)
         return prior, kinds, teaching
+
+    def _trust(self, samples: Samples, earned: Tensor) -> Tensor:
+        """What users' heads count beside the plain one [], which earned this trust by what they foresaw."""
+        told = samples.told()
+        # Of wide inputs the plain head sees too little to decide alone.
+        most = 0.0 if self.inputs.narrowed else PLAIN_ALONE_TOLD
+        alone = (told < RARE_TOLD * samples.weights.sum()) & (told < most)
+        return torch.where(alone, 0.0, torch.where(told < PLAIN_UNTIL_TOLD, earned, 1.0))
 
     def _grouped_anew(self, prior: Prior, users: Statistics, teaching: Tensor) -> State:
         loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]

@@ -75,6 +75,12 @@ class Samples:
         each = [part.repeat_interleave(batch.rewards.shape[1]) for part, batch in zip(parts, batches, strict=True)]
         return replace(self, weights=self.weights * torch.cat(each).to(self.weights))
 
+    def told(self) -> Tensor:
+        """How much rewards can have told [], in tosses of a fair coin: 4·Σw(r − r̄)²."""
+        weights, rewards = self.weights.to(torch.float64), self.rewards.to(torch.float64)
+        mean = weights @ rewards / weights.sum().clamp_min(1)
+        return 4 * weights @ (rewards - mean).square()
+
     def at(self, shares: Tensor) -> Tensor:
         """Rows [m] at these shares [m] of all weight, each in [0, 1): uniform shares draw rows by their weight."""
         ends = self.weights.to(torch.float64).cumsum(0)  # [n]

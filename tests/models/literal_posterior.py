@@ -37,6 +37,7 @@ class LiteralShared:
     voices: list[float]
     guard: float  # λ
     plain: Array  # everybody's plain head [D]
+    plain_covariance: Array  # what it does not know [D, D]
     plain_level_events: float  # κ of users' levels
     trust: float  # τ, in users' own
     gain: float  # g
@@ -292,6 +293,8 @@ class LiteralPosterior:
             variance = (1 - shared.guard) * variance + shared.guard * mixed
         plain = float(h @ self.plain_head(own))
         mean = shared.trust * mean + (1 - shared.trust) * plain
+        if shared.trust == 0:
+            variance = float(h @ shared.plain_covariance @ h)
         found = LiteralArm(mean, 0.0, [])
         for row, other in enumerate(pool):
             if row != own_row:

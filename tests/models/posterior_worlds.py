@@ -293,6 +293,7 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             voices=voices.tolist(),
             guard=float(numbers["guard"]),
             plain=numbers["plain_mean"],
+            plain_covariance=numbers["plain_covariance"],
             plain_level_events=float(numbers["plain_level_events"]),
             trust=float(numbers["trust"]),
             gain=float(numbers["gain"]),

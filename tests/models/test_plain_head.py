@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.learner import State, UserBatch
 from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, PlainHead
-from models.posterior import PLAIN_UNTIL_EVENTS, PosteriorLearner
+from models.posterior import PosteriorLearner
 from models.prior import Prior, Statistics
 from models.upkeep import ALONE, PLAIN, TOGETHER, TRUST_AHEAD
 from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
@@ -41,6 +41,9 @@ def test_it_is_a_regression_with_users_levels_on_everybodys_rows() -> None:
     close(shared["plain_mean"][:4], torch.linalg.solve(gram, moment), 1e-9)
     assert shared["plain_mean"].shape[0] > 4
     assert not shared["plain_mean"][4:].any()
+    close(shared["plain_covariance"][:4, :4], noise * torch.linalg.inv(gram), 1e-12)
+    assert not shared["plain_covariance"][4:].any()
+    assert not shared["plain_covariance"][:, 4:].any()
 
 
 def a_crowd(levels: float, users: int = 40) -> tuple[Statistics, Tensor]:
@@ -110,7 +113,7 @@ def test_users_heads_are_trusted_as_far_as_they_foresaw_better() -> None:
     close(trusted(0.3, 0.3, 0.4), torch.tensor(TRUST_AHEAD).double().sigmoid(), 1e-9)  # no evidence either way
 
 
-@pytest.mark.parametrize("trust", [0.0, 1.0])
+@pytest.mark.parametrize("trust", [0.0, 0.01, 1.0])
 def test_who_is_not_trusted_is_judged_for_like_everybody(trust: float) -> None:
     """Users of opposite tastes are told the same without trust, and with it are not."""
     learner = PosteriorLearner(small(memory=False), 3, torch.float64)
@@ -121,7 +124,8 @@ def test_who_is_not_trusted_is_judged_for_like_everybody(trust: float) -> None:
     # Up to their levels, which move all arms alike.
     ranked, otherwise = one.mean - one.mean.mean(), other.mean - other.mean.mean()
     assert torch.allclose(ranked, otherwise, atol=1e-9) == (trust == 0)
-    assert not torch.allclose(one.bonus, other.bonus, atol=1e-9)  # what is not known of users is their own in any case
+    # What is not known of arms is what is not known of users, unless nobody is trusted at all.
+    assert torch.allclose(one.bonus, other.bonus, atol=1e-9) == (trust == 0)
 
 
 def test_before_any_event_users_own_heads_decide() -> None:
@@ -138,16 +142,46 @@ def test_of_wide_inputs_it_waits_for_events() -> None:
     assert later["plain_mean"].any()
 
 
-def test_its_reign_ends() -> None:
+def told_of(batch: UserBatch) -> float:
+    rewards = batch.rewards[batch.valid]
+    return float(4 * len(rewards) * rewards.var(unbiased=False))
+
+
+def test_its_reign_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much it foresees: users' heads learn little from arms that it alone chose."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
-    before, after = (
-        learner.derive(learner.initial_shared(), [batch], 0, PLAIN_UNTIL_EVENTS + more)["trust"] for more in (-1, 0)
-    )
-    assert before < 0.01
-    assert after == 1
+    found = []
+    for more in (1.001, 0.999):
+        monkeypatch.setattr("models.posterior.PLAIN_UNTIL_TOLD", more * told_of(batch))
+        found.append(derived(learner, batch)["trust"])
+    assert 0 < found[0] < 0.01
+    assert found[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "share", "alone"), [(1.001, 1.001, True), (0.999, 1.001, False), (1.001, 0.999, False)]
+)
+def test_where_rewards_are_rare_it_decides_alone_at_first(
+    told: float, share: float, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much users' heads foresee, and as long as both rewards are rare and have told little."""
+    learner = PosteriorLearner(small(), 3, torch.float64)
+    batch = population(learner)
+    batch.phi[..., ALONE : TOGETHER + 1], batch.phi[..., PLAIN] = batch.rewards.unsqueeze(-1), batch.rewards + 0.5
+    monkeypatch.setattr("models.posterior.PLAIN_ALONE_TOLD", told * told_of(batch))
+    monkeypatch.setattr("models.posterior.RARE_TOLD", share * told_of(batch) / int(batch.valid.sum()))
+    trust = derived(learner, batch)["trust"]
+    assert (trust == 0) == alone
+    assert alone or trust > 0.99
+
+
+def test_of_wide_inputs_it_never_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.posterior.RARE_TOLD", 4.0)
+    for changes, alone in (({}, True), (WIDE, False)):
+        learner = PosteriorLearner(small(**changes), 3, torch.float64)
+        assert (derived(learner, population(learner))["trust"] == 0) == alone
 
 
 def test_it_can_be_left_out() -> None:

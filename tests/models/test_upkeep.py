@@ -51,6 +51,20 @@ def test_samples_of_all_batches_stay_together() -> None:
     assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
 
 
+def test_rewards_tell_as_much_as_so_many_tosses_of_a_coin() -> None:
+    def told(*rewards: float, each: float = 1.0) -> float:
+        earned, nothing = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), 0)
+        return float(Samples(nothing, earned, nothing, earned, torch.full_like(earned, each)).told())
+
+    assert told(0, 1, 1, 0, 0, 1) == pytest.approx(6)
+    assert told(*[0.0, 1.0] * 50, each=FADED) == pytest.approx(100 * FADED)
+    assert told(*[1.0] * 9) == pytest.approx(0)
+    assert told(*[0.0] * 99, 1) == pytest.approx(4 * 0.99)
+    assert told(0.25, 0.75) == pytest.approx(0.5)
+    padded = Samples.of(TWO, since_of(0))
+    assert float(padded.told()) == pytest.approx(4 * 7 * float(padded.rewards[padded.weights > 0].var(unbiased=False)))
+
+
 @pytest.mark.parametrize("since", [0, 3, 100])
 def test_rows_are_drawn_by_their_weight(since: int) -> None:
     samples = Samples.of(TWO, since_of(since))
