@@ -220,8 +220,10 @@ class ServedModel:
                 found.append(Chosen(theirs, slate, []))
                 places += [start + arm for arm in slate.chosen]
             start += request.inputs.shape[0]
+        # One arm of one request, which is the usual case, need not be looked up.
+        which = slice(places[0], places[0] + 1) if len(places) == 1 else self.given(np.array(places, dtype=np.int64))
         with self.computing():
-            sizes = iter(self.taken(scores.agreeing(self.given(np.array(places, dtype=np.int64))), np.int64).tolist())
+            sizes = iter(self.taken(scores.agreeing(which), np.int64).tolist())
         for each in found:
             if isinstance(each, Chosen):
                 each.group_sizes = list(islice(sizes, len(each.slate.chosen)))
