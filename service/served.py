@@ -200,34 +200,37 @@ class ServedModel:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ArmScores]:
         """Judge the arms of several requests in one pass."""
-        return self._judged(requests)[1]
+        with self.computing():
+            return self._judged(requests)[1]
 
     def choose(self, asked: Sequence[tuple[ScoreRequest, Draw]]) -> list[Chosen | Exception]:
         """Judge the arms of several requests in one pass, and have some of each chosen; or why that was not done.
 
         Who agrees about arms is counted for those that were chosen: among many users it takes longer than all the rest.
         """
-        scores, judged = self._judged([request for request, _ in asked])
         found: list[Chosen | Exception] = []
         places: list[int] = []
         start = 0
-        for theirs, (request, draw) in zip(judged, asked, strict=True):
-            try:
-                slate = draw(theirs)
-            except Exception as error:  # whose request is not to be chosen for is told; the others are
-                found.append(error)
-            else:
-                found.append(Chosen(theirs, slate, []))
-                places += [start + arm for arm in slate.chosen]
-            start += request.inputs.shape[0]
-        # One arm of one request, which is the usual case, need not be looked up.
-        which = slice(places[0], places[0] + 1) if len(places) == 1 else self.given(np.array(places, dtype=np.int64))
         with self.computing():
-            sizes = iter(self.taken(scores.agreeing(which), np.int64).tolist())
+            scores, judged = self._judged([request for request, _ in asked])
+            for theirs, (request, draw) in zip(judged, asked, strict=True):
+                try:
+                    slate = draw(theirs)
+                except Exception as error:  # whose request is not to be chosen for is told; the others are
+                    found.append(error)
+                else:
+                    found.append(Chosen(theirs, slate, []))
+                    places += [start + arm for arm in slate.chosen]
+                start += request.inputs.shape[0]
+            sizes = iter(self.taken(scores.agreeing(self._places(places)), np.int64).tolist())
         for each in found:
             if isinstance(each, Chosen):
                 each.group_sizes = list(islice(sizes, len(each.slate.chosen)))
         return found
+
+    def _places(self, places: list[int]) -> Array | slice:
+        """Places to look up; one alone, which is the usual case, need not be."""
+        return slice(places[0], places[0] + 1) if len(places) == 1 else self.given(np.array(places, dtype=np.int64))
 
     def choose_one(self, request: ScoreRequest, draw: Draw) -> Chosen:
         """The same for one request."""
@@ -239,8 +242,7 @@ class ServedModel:
     def _judged(self, requests: Sequence[ScoreRequest]) -> tuple[Scores, list[ArmScores]]:
         """What the learner says of all arms, and of each request's."""
         query, standings = self._posed(requests)
-        with self.computing():
-            scores = self.learner.score_briefed(self._outline, self._pool.view(), query)
+        scores = self.learner.score_briefed(self._outline, self._pool.view(), query)
         mean, bonus = self.taken(scores.mean, np.float64), self.taken(scores.bonus, np.float64)
         phi, sigma = self.taken(scores.phi, np.float32), self.taken(scores.sigma, np.float32)
         drawn = None if scores.draws is None else self.taken(scores.draws, np.float64)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.learner import State, UserBatch
 from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, PlainHead
-from models.posterior import PosteriorLearner
+from models.posterior import PLAIN_UNTIL_EVENTS, PosteriorLearner
 from models.prior import Prior, Statistics
 from models.upkeep import ALONE, PLAIN, TOGETHER, TRUST_AHEAD
 from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
@@ -147,15 +147,29 @@ def told_of(batch: UserBatch) -> float:
     return float(4 * len(rewards) * rewards.var(unbiased=False))
 
 
-def test_its_reign_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_reign_ends() -> None:
     """However much it foresees: users' heads learn little from arms that it alone chose."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
+    before, after = (
+        learner.derive(learner.initial_shared(), [batch], 0, PLAIN_UNTIL_EVENTS + more)["trust"] for more in (-1, 0)
+    )
+    assert before < 0.01
+    assert after == 1
+
+
+def test_where_rewards_are_rare_its_reign_ends_when_they_told_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of events, and never before it has decided alone."""
+    learner = PosteriorLearner(small(), 3, torch.float64)
+    batch = population(learner)
+    batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
+    monkeypatch.setattr("models.posterior.RARE_TOLD", 4.0)
+    monkeypatch.setattr("models.posterior.PLAIN_ALONE_TOLD", 0.0)
     found = []
     for more in (1.001, 0.999):
         monkeypatch.setattr("models.posterior.PLAIN_UNTIL_TOLD", more * told_of(batch))
-        found.append(derived(learner, batch)["trust"])
+        found.append(learner.derive(learner.initial_shared(), [batch], 0, 2 * PLAIN_UNTIL_EVENTS)["trust"])
     assert 0 < found[0] < 0.01
     assert found[1] == 1
 
