@@ -33,6 +33,8 @@ CHANGE_EPOCHS: Final = 2
 CHANGE_SAMPLES: Final = 128
 #: Rewards have to fall short of what was foreseen by so many standard errors more than they used to.
 CHANGE_ERRORS: Final = 6.0
+#: Sum of squares below which rewards do not differ.
+LEAST_SPREAD: Final = 1e-12
 #: What samples from before a change still count.
 FADED: Final = 0.05
 
@@ -76,10 +78,14 @@ class Samples:
         return replace(self, weights=self.weights * torch.cat(each).to(self.weights))
 
     def told(self) -> Tensor:
-        """How much rewards can have told [], in tosses of a fair coin: 4·Σw(r − r̄)²."""
+        """How much rewards can have told [], in tosses of a fair coin: (Σw|d|)²/Σwd² of their deviations d.
+
+        Where one in m earns, m being large, a reward tells 4/m of a toss; where all differ, on whatever scale, most of
+        one.
+        """
         weights, rewards = self.weights.to(torch.float64), self.rewards.to(torch.float64)
-        mean = weights @ rewards / weights.sum().clamp_min(1)
-        return 4 * weights @ (rewards - mean).square()
+        away = (rewards - weights @ rewards / weights.sum().clamp_min(1)).abs()
+        return (weights @ away).square() / (weights @ away.square()).clamp_min(LEAST_SPREAD)
 
     def at(self, shares: Tensor) -> Tensor:
         """Rows [m] at these shares [m] of all weight, each in [0, 1): uniform shares draw rows by their weight."""

@@ -143,8 +143,8 @@ def test_of_wide_inputs_it_waits_for_events() -> None:
 
 
 def told_of(batch: UserBatch) -> float:
-    rewards = batch.rewards[batch.valid]
-    return float(4 * len(rewards) * rewards.var(unbiased=False))
+    away = (batch.rewards[batch.valid] - batch.rewards[batch.valid].mean()).abs()
+    return float(away.sum() ** 2 / (away**2).sum())
 
 
 def test_its_reign_ends() -> None:

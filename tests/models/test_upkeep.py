@@ -60,9 +60,11 @@ def test_rewards_tell_as_much_as_so_many_tosses_of_a_coin() -> None:
     assert told(*[0.0, 1.0] * 50, each=FADED) == pytest.approx(100 * FADED)
     assert told(*[1.0] * 9) == pytest.approx(0)
     assert told(*[0.0] * 99, 1) == pytest.approx(4 * 0.99)
-    assert told(0.25, 0.75) == pytest.approx(0.5)
+    assert told(0.50, 0.51, 0.50, 0.51) == pytest.approx(4), "on whatever scale"
+    spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert told(*spread.tolist()) == pytest.approx(100_000 * 2 / torch.pi, rel=0.01)
     padded = Samples.of(TWO, since_of(0))
-    assert float(padded.told()) == pytest.approx(4 * 7 * float(padded.rewards[padded.weights > 0].var(unbiased=False)))
+    assert float(padded.told()) == pytest.approx(told(*padded.rewards[padded.weights > 0].tolist()))
 
 
 @pytest.mark.parametrize("since", [0, 3, 100])
