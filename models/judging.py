@@ -71,8 +71,7 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
     heads [P, D] of the pool, arms [N, D], the user's own mean [N] and the square of how far from it others may be [N],
     and the user's row in the pool [N], or [1] when all arms are asked about by one; −1 for none.
     """
-    arms, mean, reach = arms[places], mean[places], reach[places]
-    row = row[places] if row.shape[0] > 1 else row
+    arms, mean, reach, one_asks = arms[places], mean[places], reach[places], row.shape[0] == 1
     if not heads.shape[0]:
         return zeros((arms.shape[0],), row) + 1
     away = arms @ heads.mT  # [N, P], the largest array of all: worked on in place
@@ -80,7 +79,8 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
     away *= away
     agree = away <= reach[:, None]
     found = count_true(agree)  # [N]
-    if row.shape[0] > 1:
+    if not one_asks:
+        row = row[places]
         return found + ~(agree[library_of(arms).arange(row.shape[0], **on_device(row)), row] & (row >= 0))
     if isinstance(row, Tensor):  # which may be on a GPU, and is not to be waited for
         return found + ~(agree[:, row[0]] & (row >= 0))

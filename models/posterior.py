@@ -70,9 +70,9 @@ WIDE_PLAIN_FROM_EVENTS = 256
 #: Applied events until which it may decide: on arms of its own choice it may foresee more than users' heads for ever,
 #: which learn little from such arms, as where many inputs tell hidden groups apart.
 PLAIN_UNTIL_EVENTS = 2_048
-#: Where rewards are rare, and each tells no more than one in twenty does, it is what they told that counts, in tosses
-#: of a coin: until when it decides alone, and until when it may.
-RARE_TOLD, PLAIN_ALONE_TOLD, PLAIN_UNTIL_TOLD = 0.2, 512.0, 2_048.0
+#: Where rewards are rare, and each tells less of a toss of a coin than one in twenty does, it is what all of them told
+#: that counts, in tosses: until when it decides alone, and until when it may.
+RARE_TELLING, PLAIN_ALONE_TOLD, PLAIN_UNTIL_TOLD = 0.2, 512.0, 2_048.0
 #: Seeds that a generator takes.
 SEEDS = 1 << 63
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
@@ -281,11 +281,12 @@ class PosteriorLearner(Learner):
         if not self.settings.heads:
             strangers = zeros((rows.shape[0], pool["head"].shape[0]), z)
             return Agreement(predicted[rows], 0 * predicted[rows], strangers, strangers > 0)
-        # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored.
+        # Of all arms, though few are asked about: of fewer, sums may be rounded otherwise than when they were scored,
+        # or counted.
         h = self.inputs.heads(outline, z, predicted)  # [N, D]
         said, variance = said_of(h, query.slates, query.own)
         prediction, reach = said[:, -1][rows], (self.settings.nu**2 * variance)[rows]
-        predictions = (h @ pool["head"].mT)[rows]  # [n, P]
+        predictions = h[rows] @ pool["head"].mT  # [n, P]
         near = (predictions - prediction[:, None]) ** 2 <= reach[:, None]
         threshold = library_of(reach).sqrt(reach)
         return Agreement(prediction, threshold, predictions, without_asker(near, query.own_row))
@@ -395,9 +396,10 @@ class PosteriorLearner(Learner):
         usual = earned if total_events < PLAIN_UNTIL_EVENTS else torch.ones_like(earned)
         if self.inputs.narrowed:  # of which the plain head sees little
             return usual
-        told = samples.told()
+        telling = samples.telling()
+        told = telling * total_events  # of all there were: samples are of those kept, of some of the users
         where_rare = torch.where(told < PLAIN_ALONE_TOLD, 0.0, torch.where(told < PLAIN_UNTIL_TOLD, earned, 1.0))
-        return torch.where(told < RARE_TOLD * samples.weights.sum(), where_rare, usual)
+        return torch.where(telling < RARE_TELLING, where_rare, usual)
 
     def _grouped_anew(self, prior: Prior, users: Statistics, teaching: Tensor) -> State:
         loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]

@@ -33,8 +33,8 @@ CHANGE_EPOCHS: Final = 2
 CHANGE_SAMPLES: Final = 128
 #: Rewards have to fall short of what was foreseen by so many standard errors more than they used to.
 CHANGE_ERRORS: Final = 6.0
-#: Sum of squares below which rewards do not differ.
-LEAST_SPREAD: Final = 1e-12
+#: Where rewards are all the same there is nothing to divide by.
+LEAST_SPREAD: Final = torch.finfo(torch.float64).tiny
 #: What samples from before a change still count.
 FADED: Final = 0.05
 
@@ -77,15 +77,15 @@ class Samples:
         each = [part.repeat_interleave(batch.rewards.shape[1]) for part, batch in zip(parts, batches, strict=True)]
         return replace(self, weights=self.weights * torch.cat(each).to(self.weights))
 
-    def told(self) -> Tensor:
-        """How much rewards can have told [], in tosses of a fair coin: (Σw|d|)²/Σwd² of their deviations d.
+    def telling(self) -> Tensor:
+        """How much a reward can tell [], as a share of a toss of a fair coin: (Σw|d|)²/(Σw·Σwd²) of deviations d.
 
-        Where one in m earns, m being large, a reward tells 4/m of a toss; where all differ, on whatever scale, most of
-        one.
+        Where one in m earns, m being large, 4/m; where all differ, on whatever scale, most of one.
         """
         weights, rewards = self.weights.to(torch.float64), self.rewards.to(torch.float64)
-        away = (rewards - weights @ rewards / weights.sum().clamp_min(1)).abs()
-        return (weights @ away).square() / (weights @ away.square()).clamp_min(LEAST_SPREAD)
+        count = weights.sum().clamp_min(1)
+        away = (rewards - weights @ rewards / count).abs()
+        return (weights @ away).square() / (count * (weights @ away.square())).clamp_min(LEAST_SPREAD)
 
     def at(self, shares: Tensor) -> Tensor:
         """Rows [m] at these shares [m] of all weight, each in [0, 1): uniform shares draw rows by their weight."""

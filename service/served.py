@@ -22,6 +22,7 @@ from torch import Tensor
 from models.arrays import Array, as_arrays, library_of, numpy_kind
 from models.bank import UserBank
 from models.drawing import Draws
+from models.exploration import Slate
 from models.learner import Arrays, Learner, Query, Scores, State
 from models.slates import Slates
 from service.scoring import ArmScores, Chosen, Draw, ScoreRequest, Standing, WarmStart
@@ -214,15 +215,15 @@ class ServedModel:
         with self.computing():
             scores, judged = self._judged([request for request, _ in asked])
             for theirs, (request, draw) in zip(judged, asked, strict=True):
-                try:
-                    slate = draw(theirs)
-                except Exception as error:  # whose request is not to be chosen for is told; the others are
-                    found.append(error)
+                slate = _drawn(draw, theirs)
+                if isinstance(slate, Exception):
+                    found.append(slate)
                 else:
                     found.append(Chosen(theirs, slate, []))
                     places += [start + arm for arm in slate.chosen]
                 start += request.inputs.shape[0]
-            sizes = iter(self.taken(scores.agreeing(self._places(places)), np.int64).tolist())
+            agreeing = scores.agreeing(self._places(places)) if places else self.given(np.zeros(0, dtype=np.int64))
+            sizes = iter(self.taken(agreeing, np.int64).tolist())
         for each in found:
             if isinstance(each, Chosen):
                 each.group_sizes = list(islice(sizes, len(each.slate.chosen)))
@@ -402,6 +403,14 @@ class ServedModel:
 
     def _given_state(self, state: UserState) -> Arrays:
         return {name: self.given(state.tensors[name].astype(self._kind, copy=False)) for name in self.learner.fields}
+
+
+def _drawn(draw: Draw, scores: ArmScores) -> Slate | Exception:
+    """What is chosen, or why nothing is: whose request it was is told, and the others of a batch are chosen for."""
+    try:
+        return draw(scores)
+    except Exception as error:
+        return error
 
 
 def _joined(briefs: Sequence[Arrays]) -> Arrays:

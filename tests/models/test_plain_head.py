@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.learner import State, UserBatch
 from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, PlainHead
-from models.posterior import PLAIN_UNTIL_EVENTS, PosteriorLearner
+from models.posterior import PLAIN_ALONE_TOLD, PLAIN_UNTIL_EVENTS, PLAIN_UNTIL_TOLD, PosteriorLearner
 from models.prior import Prior, Statistics
 from models.upkeep import ALONE, PLAIN, TOGETHER, TRUST_AHEAD
 from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
@@ -142,9 +142,9 @@ def test_of_wide_inputs_it_waits_for_events() -> None:
     assert later["plain_mean"].any()
 
 
-def told_of(batch: UserBatch) -> float:
+def telling_of(batch: UserBatch) -> float:
     away = (batch.rewards[batch.valid] - batch.rewards[batch.valid].mean()).abs()
-    return float(away.sum() ** 2 / (away**2).sum())
+    return float(away.sum() ** 2 / (away**2).sum() / len(away))
 
 
 def test_its_reign_ends() -> None:
@@ -160,39 +160,37 @@ def test_its_reign_ends() -> None:
 
 
 def test_where_rewards_are_rare_its_reign_ends_when_they_told_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of events, and never before it has decided alone."""
+    """Whatever the number of events, and of samples that are left of them."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
-    monkeypatch.setattr("models.posterior.RARE_TOLD", 4.0)
-    monkeypatch.setattr("models.posterior.PLAIN_ALONE_TOLD", 0.0)
-    found = []
-    for more in (1.001, 0.999):
-        monkeypatch.setattr("models.posterior.PLAIN_UNTIL_TOLD", more * told_of(batch))
-        found.append(learner.derive(learner.initial_shared(), [batch], 0, 2 * PLAIN_UNTIL_EVENTS)["trust"])
-    assert 0 < found[0] < 0.01
-    assert found[1] == 1
+    monkeypatch.setattr("models.posterior.RARE_TELLING", 4.0)
+    alone, until = PLAIN_ALONE_TOLD / telling_of(batch), PLAIN_UNTIL_TOLD / telling_of(batch)
+    found = [
+        float(learner.derive(learner.initial_shared(), [batch], 0, round(events))["trust"])
+        for events in (0.99 * alone, 1.01 * alone, 0.99 * until, 1.01 * until)
+    ]
+    assert found[0] == 0
+    assert 0 < found[1] == found[2] < 0.01
+    assert found[3] == 1
 
 
-@pytest.mark.parametrize(
-    ("told", "share", "alone"), [(1.001, 1.001, True), (0.999, 1.001, False), (1.001, 0.999, False)]
-)
+@pytest.mark.parametrize(("share", "alone"), [(1.001, True), (0.999, False)])
 def test_where_rewards_are_rare_it_decides_alone_at_first(
-    told: float, share: float, alone: bool, monkeypatch: pytest.MonkeyPatch
+    share: float, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However much users' heads foresee, and as long as both rewards are rare and have told little."""
+    """However much users' heads foresee."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     batch.phi[..., ALONE : TOGETHER + 1], batch.phi[..., PLAIN] = batch.rewards.unsqueeze(-1), batch.rewards + 0.5
-    monkeypatch.setattr("models.posterior.PLAIN_ALONE_TOLD", told * told_of(batch))
-    monkeypatch.setattr("models.posterior.RARE_TOLD", share * told_of(batch) / int(batch.valid.sum()))
+    monkeypatch.setattr("models.posterior.RARE_TELLING", share * telling_of(batch))
     trust = derived(learner, batch)["trust"]
     assert (trust == 0) == alone
     assert alone or trust > 0.99
 
 
 def test_of_wide_inputs_it_never_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.posterior.RARE_TOLD", 4.0)
+    monkeypatch.setattr("models.posterior.RARE_TELLING", 4.0)
     for changes, alone in (({}, True), (WIDE, False)):
         learner = PosteriorLearner(small(**changes), 3, torch.float64)
         assert (derived(learner, population(learner))["trust"] == 0) == alone

@@ -51,20 +51,21 @@ def test_samples_of_all_batches_stay_together() -> None:
     assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
 
 
-def test_rewards_tell_as_much_as_so_many_tosses_of_a_coin() -> None:
-    def told(*rewards: float, each: float = 1.0) -> float:
+def test_rewards_tell_as_much_as_some_share_of_a_toss_of_a_coin() -> None:
+    def telling(*rewards: float, each: float = 1.0) -> float:
         earned, nothing = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), 0)
-        return float(Samples(nothing, earned, nothing, earned, torch.full_like(earned, each)).told())
+        return float(Samples(nothing, earned, nothing, earned, torch.full_like(earned, each)).telling())
 
-    assert told(0, 1, 1, 0, 0, 1) == pytest.approx(6)
-    assert told(*[0.0, 1.0] * 50, each=FADED) == pytest.approx(100 * FADED)
-    assert told(*[1.0] * 9) == pytest.approx(0)
-    assert told(*[0.0] * 99, 1) == pytest.approx(4 * 0.99)
-    assert told(0.50, 0.51, 0.50, 0.51) == pytest.approx(4), "on whatever scale"
+    assert telling(0, 1, 1, 0, 0, 1) == pytest.approx(1)
+    assert telling(*[0.0, 1.0] * 50, each=FADED) == pytest.approx(1)
+    assert telling(*[0.0] * 9) == 0
+    assert telling(*[0.0] * 99, 1) == pytest.approx(4 * 0.01 * 0.99)
+    assert telling(*[1e-8] * 99, 0) == pytest.approx(4 * 0.01 * 0.99), "on whatever scale"
+    assert telling(0.50, 0.51, 0.50, 0.51) == pytest.approx(1)
     spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert told(*spread.tolist()) == pytest.approx(100_000 * 2 / torch.pi, rel=0.01)
+    assert telling(*spread.tolist()) == pytest.approx(2 / torch.pi, rel=0.01)
     padded = Samples.of(TWO, since_of(0))
-    assert float(padded.told()) == pytest.approx(told(*padded.rewards[padded.weights > 0].tolist()))
+    assert float(padded.telling()) == pytest.approx(telling(*padded.rewards[padded.weights > 0].tolist()))
 
 
 @pytest.mark.parametrize("since", [0, 3, 100])

@@ -242,7 +242,10 @@ def test_scoring_changes_nothing() -> None:
         np.testing.assert_array_equal(one.bonus, other.bonus)
 
 
-@pytest.mark.parametrize("settings", [small(), small(preset="pooled"), NUMPY], ids=["paper", "pooled", "default"])
+SERVED = pytest.mark.parametrize("settings", [small(), small(preset="pooled"), NUMPY], ids=lambda each: each.preset)
+
+
+@SERVED
 def test_sizes_of_groups_are_of_the_chosen_arms(settings: LearnerSettings) -> None:
     model = make_model(pool=4, settings=settings)
     put_each(model, [state(model, name, 1 + place) for place, name in enumerate("abcde")])
@@ -257,21 +260,33 @@ def test_sizes_of_groups_are_of_the_chosen_arms(settings: LearnerSettings) -> No
         assert chosen.group_sizes == [sizes[arm] for arm in slate.chosen]
 
 
-def test_who_cannot_be_chosen_for_is_told_and_the_others_are_chosen_for() -> None:
-    model = make_model(pool=4)
-    put_each(model, [state(model, name, 2) for name in "abc"])
+def refuse(scores: ArmScores) -> Slate:
+    raise LookupError(f"nothing to choose of {len(scores.mean)}")
 
-    def refuse(scores: ArmScores) -> Slate:
-        raise LookupError("nothing to choose")
 
-    first, refused, last = model.choose([(ask("a", 3), everything), (ask("b", 2), refuse), (ask("c", 4), everything)])
-    assert isinstance(refused, LookupError)
-    assert isinstance(first, Chosen)
-    assert isinstance(last, Chosen)
-    assert first.group_sizes == group_sizes(model, ask("a", 3))
-    assert last.group_sizes == group_sizes(model, ask("c", 4))
-    with pytest.raises(LookupError, match="nothing to choose"):
+@SERVED
+def test_who_cannot_be_chosen_for_is_told_and_the_others_are_chosen_for(settings: LearnerSettings) -> None:
+    model = make_model(pool=4, settings=settings)
+    put_each(model, [state(model, name, 1 + place) for place, name in enumerate("abcde")])
+    requests = [ask("a", 4), ask("e", 6, 1), ask("b", 2, 2), ask("stranger", 5, 3)]
+    sizes = [group_sizes(model, request) for request in requests]
+    for refused in range(len(requests)):
+        draws = [refuse if place == refused else everything for place in range(len(requests))]
+        found = model.choose(list(zip(requests, draws, strict=True)))
+        assert isinstance(found.pop(refused), LookupError)
+        others = [chosen.group_sizes for chosen in found if isinstance(chosen, Chosen)]
+        assert others == sizes[:refused] + sizes[refused + 1 :]
+    with pytest.raises(LookupError, match="nothing to choose of 3"):
         model.choose_one(ask("a"), refuse)
+
+
+@SERVED
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_when_nobody_is_chosen_for_each_is_told_their_own_reason(settings: LearnerSettings, count: int) -> None:
+    model = make_model(pool=4, settings=settings)
+    put_each(model, [state(model, name, 2) for name in "abc"])
+    found = model.choose([(ask("a", 1 + arms), refuse) for arms in range(count)])
+    assert [str(error) for error in found] == [f"nothing to choose of {1 + arms}" for arms in range(count)]
 
 
 def _given(slate: Slate, scores: ArmScores) -> Slate:
