@@ -7,7 +7,7 @@ is written once, for both, with what the two have in common and the few function
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +36,18 @@ def packed(tensor: Tensor) -> Array:
 def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
     """The numpy arrays that share CPU tensors' memory."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def joined(parts: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    """The rows of several, name by name; one alone is itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: library_of(first).concatenate([part[name] for part in parts]) for name, first in parts[0].items()}
+
+
+def stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays of one shape as one [n, …]; one alone is not copied."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def numpy_kind(dtype: torch.dtype) -> type[np.floating[Any]]:

@@ -56,6 +56,7 @@ from models.upkeep import (
     guard_of,
     sample_weights,
     tastes_changed,
+    trust_now,
     trust_of,
 )
 
@@ -67,12 +68,6 @@ VOICES_MAX = 256
 GROUPS_FROM_EVENTS = 256
 #: The same for the plain head where inputs are wide: the principal directions of few samples tell arms hardly apart.
 WIDE_PLAIN_FROM_EVENTS = 256
-#: Applied events until which it may decide: on arms of its own choice it may foresee more than users' heads for ever,
-#: which learn little from such arms, as where many inputs tell hidden groups apart.
-PLAIN_UNTIL_EVENTS = 2_048
-#: Where rewards are rare, and each tells less of a toss of a coin than one in twenty does, it is what all of them told
-#: that counts, in tosses: until when it decides alone, and until when it may.
-RARE_TELLING, PLAIN_ALONE_TOLD, PLAIN_UNTIL_TOLD = 0.2, 512.0, 2_048.0
 #: Seeds that a generator takes.
 SEEDS = 1 << 63
 #: Shifts of the centres, and steps of EM after a refit and otherwise.
@@ -333,7 +328,8 @@ class PosteriorLearner(Learner):
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         plain_from = WIDE_PLAIN_FROM_EVENTS if self.inputs.narrowed else 0
         if self.settings.heads and self.settings.plain and total_events >= plain_from:
-            trust = self._trust(samples, trust_of(batches, prior.noise, derived["since"]), total_events)
+            earned = trust_of(batches, prior.noise, derived["since"])
+            trust = trust_now(earned, samples, total_events, rare=not self.inputs.narrowed)
             derived |= PlainHead.fitted(users, teaching, self.inputs.seen, prior, trust).state()
         if self.settings.memory and refit:
             derived["gain"] = gain_of(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
@@ -390,16 +386,6 @@ class PosteriorLearner(Learner):
         for _ in range(steps):
             prior = prior.improved(users, teaching)
         return prior, kinds, teaching
-
-    def _trust(self, samples: Samples, earned: Tensor, total_events: int) -> Tensor:
-        """What users' heads count beside the plain one [], which earned this trust by what they foresaw."""
-        usual = earned if total_events < PLAIN_UNTIL_EVENTS else torch.ones_like(earned)
-        if self.inputs.narrowed:  # of which the plain head sees little
-            return usual
-        telling = samples.telling()
-        told = telling * total_events  # of all there were: samples are of those kept, of some of the users
-        where_rare = torch.where(told < PLAIN_ALONE_TOLD, 0.0, torch.where(told < PLAIN_UNTIL_TOLD, earned, 1.0))
-        return torch.where(telling < RARE_TELLING, where_rare, usual)
 
     def _grouped_anew(self, prior: Prior, users: Statistics, teaching: Tensor) -> State:
         loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]

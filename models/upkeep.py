@@ -26,6 +26,14 @@ GUARD_REACH: Final = 30.0
 #: Evidence against users' heads, in nats, at which the plain one counts as much: a choice by it teaches little of who
 #: differs, so that it has to foresee clearly more.
 TRUST_AHEAD: Final = 10.0
+#: Applied events until which the plain head may decide: on arms of its own choice it may foresee more than users' heads
+#: for ever, which learn little from such arms, as where many inputs tell hidden groups apart.
+PLAIN_UNTIL_EVENTS: Final = 2_048
+#: Where rewards are rare, and each tells less of a toss of a coin than one in twenty does, it is what all of them told
+#: that counts, in tosses: until when it decides alone, and until when it may.
+RARE_TELLING: Final = 0.2
+PLAIN_ALONE_TOLD: Final = 512.0
+PLAIN_UNTIL_TOLD: Final = 2_048.0
 #: Evidence, in nats, from which another gain of the memory is believed in.
 GAIN_EVIDENCE: Final = 3.0
 #: A change of tastes is looked for in the latest so many epochs, with at least so many samples there and before.
@@ -138,6 +146,20 @@ def trust_of(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tens
     """
     missed = _missed(batches, since, 1 / 4)
     return _weighed(missed[PLAIN] - torch.minimum(missed[ALONE], missed[TOGETHER]), noise, TRUST_AHEAD)
+
+
+def trust_now(earned: Tensor, samples: Samples, total_events: int, *, rare: bool) -> Tensor:
+    """What users' heads count beside the plain one [], that earned so much trust by what they foresaw.
+
+    Where inputs are wide the plain head sees little of them, and rewards are not looked at for being rare.
+    """
+    usual = earned if total_events < PLAIN_UNTIL_EVENTS else torch.ones_like(earned)
+    if not rare:
+        return usual
+    telling = samples.telling()
+    told = telling * total_events  # of all there were: samples are of those kept, of some of the users
+    where_rare = torch.where(told < PLAIN_ALONE_TOLD, 0.0, torch.where(told < PLAIN_UNTIL_TOLD, earned, 1.0))
+    return torch.where(telling < RARE_TELLING, where_rare, usual)
 
 
 def _missed(batches: Sequence[UserBatch], since: Tensor, share: float) -> Tensor:

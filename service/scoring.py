@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.exploration import Slate
+from models.learner import Arrays, Query
 from store.starts import Start
 from store.users import UserState
 
@@ -92,6 +93,14 @@ class Standing:
 Draw: TypeAlias = Callable[[ArmScores], Slate]
 
 
+def drawn_by(draw: Draw, scores: ArmScores) -> Slate | Exception:
+    """What is chosen, or why nothing is: whose request it was is told, and the others of a batch are chosen for."""
+    try:
+        return draw(scores)
+    except Exception as error:
+        return error
+
+
 @final
 @dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class Chosen:
@@ -100,6 +109,19 @@ class Chosen:
     scores: ArmScores
     slate: Slate
     group_sizes: list[int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One request as the learner is asked it, and whom the pool is of; good until the model changes."""
+
+    outline: Any
+    pool: Arrays
+    query: Query
+    standing: Standing
+    pool_users: Sequence[str]
+    in_pool: bool
 
 
 def cold_start(user_events: int, *, started: bool) -> ColdStart | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -19,16 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.arrays import Array, as_arrays, library_of, numpy_kind
+from models.arrays import Array, as_arrays, joined, numpy_kind, stacked
 from models.bank import UserBank
 from models.drawing import Draws
-from models.exploration import Slate
 from models.learner import Arrays, Learner, Query, Scores, State
 from models.slates import Slates
-from service.scoring import ArmScores, Chosen, Draw, ScoreRequest, Standing, WarmStart
+from service.scoring import ArmScores, Chosen, Draw, ScoreRequest, Sight, Standing, WarmStart, drawn_by
 from store.users import UserState
-
-__all__ = ["ArmScores", "ScoreRequest", "ServedModel", "Sight", "Standing"]
 
 #: Users whose briefs are kept between requests; the oldest go first.
 BRIEFS_MAX = 4_096
@@ -36,19 +32,6 @@ BRIEFS_MAX = 4_096
 BRIEFS_A_TURN = 64
 #: Users remembered to have begun anew; a load that is still under way then takes a moment, not thousands of them.
 BEGAN_MAX = 65_536
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """One request as the learner is asked it, and whom the pool is of; good until the model changes."""
-
-    outline: Any
-    pool: Arrays
-    query: Query
-    standing: Standing
-    pool_users: Sequence[str]
-    in_pool: bool
 
 
 #: No state is in doubt: newer ones replace older ones.
@@ -169,7 +152,7 @@ class ServedModel:
                 else:
                     self._put_guest(state)
         if pooled:
-            held = {name: _stacked([state.tensors[name] for state in pooled.values()]) for name in self.learner.fields}
+            held = {name: stacked([state.tensors[name] for state in pooled.values()]) for name in self.learner.fields}
             self._pool.put(list(pooled), {name: self.given(array) for name, array in held.items()})
 
     def begin(self, began: Iterable[tuple[str, int]]) -> None:
@@ -215,23 +198,26 @@ class ServedModel:
         with self.computing():
             scores, judged = self._judged([request for request, _ in asked])
             for theirs, (request, draw) in zip(judged, asked, strict=True):
-                slate = _drawn(draw, theirs)
+                slate = drawn_by(draw, theirs)
                 if isinstance(slate, Exception):
                     found.append(slate)
                 else:
                     found.append(Chosen(theirs, slate, []))
                     places += [start + arm for arm in slate.chosen]
                 start += request.inputs.shape[0]
-            agreeing = scores.agreeing(self._places(places)) if places else self.given(np.zeros(0, dtype=np.int64))
-            sizes = iter(self.taken(agreeing, np.int64).tolist())
+            sizes = iter(self._agreeing(scores, places))
         for each in found:
             if isinstance(each, Chosen):
                 each.group_sizes = list(islice(sizes, len(each.slate.chosen)))
         return found
 
-    def _places(self, places: list[int]) -> Array | slice:
-        """Places to look up; one alone, which is the usual case, need not be."""
-        return slice(places[0], places[0] + 1) if len(places) == 1 else self.given(np.array(places, dtype=np.int64))
+    def _agreeing(self, scores: Scores, places: list[int]) -> list[int]:
+        """How many agree about the arms in these places; one alone, which is the usual case, is not looked up."""
+        if not places:
+            return []
+        which = slice(places[0], places[0] + 1) if len(places) == 1 else self.given(np.array(places))
+        sizes: list[int] = self.taken(scores.agreeing(which), np.int64).tolist()
+        return sizes
 
     def choose_one(self, request: ScoreRequest, draw: Draw) -> Chosen:
         """The same for one request."""
@@ -275,7 +261,7 @@ class ServedModel:
         query = Query(
             arms=self.given(arms.astype(self._kind, copy=False)),
             slates=Slates([request.inputs.shape[0] for request in requests]),
-            own=_joined([brief for brief, _ in asking]),
+            own=joined([brief for brief, _ in asking]),
             own_row=self.given(np.array([self._row(request.user_id) for request in requests])),
             own_events=self.given(np.array([standing.version for _, standing in asking])),
             draws=Draws(draws, [request.seed for request in requests]) if draws else None,
@@ -403,23 +389,3 @@ class ServedModel:
 
     def _given_state(self, state: UserState) -> Arrays:
         return {name: self.given(state.tensors[name].astype(self._kind, copy=False)) for name in self.learner.fields}
-
-
-def _drawn(draw: Draw, scores: ArmScores) -> Slate | Exception:
-    """What is chosen, or why nothing is: whose request it was is told, and the others of a batch are chosen for."""
-    try:
-        return draw(scores)
-    except Exception as error:
-        return error
-
-
-def _joined(briefs: Sequence[Arrays]) -> Arrays:
-    """Briefs [1, …] of several users, each field [R, …]."""
-    if len(briefs) == 1:
-        return briefs[0]
-    return {name: library_of(first).concatenate([brief[name] for brief in briefs]) for name, first in briefs[0].items()}
-
-
-def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Arrays of one shape as one [n, …]; one alone, which is the usual case, is not copied."""
-    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

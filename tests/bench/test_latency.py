@@ -30,7 +30,7 @@ from models.posterior import PosteriorLearner
 from models.settings import PosteriorSettings
 from models.threads import one_thread
 from models.upkeep import ALONE, TOGETHER
-from service.served import ScoreRequest
+from service.scoring import ScoreRequest
 from tests.models.literal import LiteralMetaBan, LiteralSettings
 
 SMALL = LatencyPlan(

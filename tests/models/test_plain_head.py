@@ -8,9 +8,17 @@ from torch import Tensor
 
 from models.learner import State, UserBatch
 from models.plain_head import HALF_BELIEVED_CONSTANT, HALF_BELIEVED_EVENTS, PlainHead
-from models.posterior import PLAIN_ALONE_TOLD, PLAIN_UNTIL_EVENTS, PLAIN_UNTIL_TOLD, PosteriorLearner
+from models.posterior import PosteriorLearner
 from models.prior import Prior, Statistics
-from models.upkeep import ALONE, PLAIN, TOGETHER, TRUST_AHEAD
+from models.upkeep import (
+    ALONE,
+    PLAIN,
+    PLAIN_ALONE_TOLD,
+    PLAIN_UNTIL_EVENTS,
+    PLAIN_UNTIL_TOLD,
+    TOGETHER,
+    TRUST_AHEAD,
+)
 from tests.models.posterior_worlds import WIDE, Scene, answered, batch_of, generator_of, kinds, small, taught
 from tests.models.worlds import close
 
@@ -164,7 +172,7 @@ def test_where_rewards_are_rare_its_reign_ends_when_they_told_enough(monkeypatch
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
-    monkeypatch.setattr("models.posterior.RARE_TELLING", 4.0)
+    monkeypatch.setattr("models.upkeep.RARE_TELLING", 4.0)
     alone, until = PLAIN_ALONE_TOLD / telling_of(batch), PLAIN_UNTIL_TOLD / telling_of(batch)
     found = [
         float(learner.derive(learner.initial_shared(), [batch], 0, round(events))["trust"])
@@ -183,14 +191,14 @@ def test_where_rewards_are_rare_it_decides_alone_at_first(
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
     batch.phi[..., ALONE : TOGETHER + 1], batch.phi[..., PLAIN] = batch.rewards.unsqueeze(-1), batch.rewards + 0.5
-    monkeypatch.setattr("models.posterior.RARE_TELLING", share * telling_of(batch))
+    monkeypatch.setattr("models.upkeep.RARE_TELLING", share * telling_of(batch))
     trust = derived(learner, batch)["trust"]
     assert (trust == 0) == alone
     assert alone or trust > 0.99
 
 
 def test_of_wide_inputs_it_never_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.posterior.RARE_TELLING", 4.0)
+    monkeypatch.setattr("models.upkeep.RARE_TELLING", 4.0)
     for changes, alone in (({}, True), (WIDE, False)):
         learner = PosteriorLearner(small(**changes), 3, torch.float64)
         assert (derived(learner, population(learner))["trust"] == 0) == alone

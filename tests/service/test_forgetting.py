@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from service import replica as replica_module
 from service import served as served_module
-from service.served import ScoreRequest
+from service.scoring import ScoreRequest
 from store.errors import StoreUnavailable
 from store.traces import Traces
 from store.users import UpdateEntry, UserState

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from models.presets import build_learner
 from models.settings import named_settings
 from service import served as served_module
-from service.served import ArmScores, ScoreRequest, ServedModel
+from service.scoring import ArmScores, ScoreRequest
+from service.served import ServedModel
 from store.users import UserState
 from tests.service.serving import adopt, ask, make_model, put_each, state
 from tests.worker.workshop import CPU, INPUTS, make_sample

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from service import replica as replica_module
-from service.served import Standing
+from service.scoring import Standing
 from store.connection import connect, drop_idle
 from store.epochs import Epoch
 from store.users import UserState
