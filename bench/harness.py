@@ -25,7 +25,7 @@ from worker.trainer import USERS_PER_FIT, Pupil, Trainer
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every decision; frozen, it would take three times as long
 class Choice:
     """A decision: the arm's place, the learner's input for it and notes on it, and how it came about."""
 

@@ -144,7 +144,11 @@ def dots(one: Array, other: Array) -> Array:
 
 def count_true(mask: Array) -> Array:
     """How many of the last dimension are true, int64."""
-    if isinstance(mask, Tensor) or mask.shape[-1] <= COUNTED_AT_ONCE:
+    if isinstance(mask, Tensor):
+        return mask.sum(-1)
+    if mask.ndim == 2 and mask.shape[0] == 1:  # one chosen arm, which is the usual case
+        return np.array([np.count_nonzero(mask)])
+    if mask.shape[-1] <= COUNTED_AT_ONCE:
         return mask.sum(-1)
     # A sum makes a number of each first, which takes longer than all that led to the mask.
     return np.bitwise_count(np.packbits(mask, axis=-1)).sum(-1, dtype=np.int64)

@@ -9,10 +9,12 @@ conditional on the arms above it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
+from itertools import accumulate, count
+from math import isfinite
 from typing import Final, final
 
 import numpy as np
@@ -25,6 +27,8 @@ Matrix = NDArray[np.float64]
 #: Draws of each arm that `thompson` counts, unless told otherwise: they set how fine its propensities are, and how
 #: small the least of them.
 DRAWS: Final = 256
+#: Arms up to which numbers are looked at one by one sooner than an array of them is called.
+FEW_ARMS: Final = 32
 #: How far from the score draws are taken, as a share of the posterior's deviation.
 DRAWS_SCALE: Final = 0.01
 
@@ -144,7 +148,7 @@ def draw_slate(
 
     `drawn` are the draws that the policy wants [n, M]. Below the first position they are compared over the arms left.
     """
-    if not np.isfinite(mean + bonus).all() or not (drawn is None or np.isfinite(drawn).all()):
+    if not _all_finite(mean + bonus) or not (drawn is None or np.isfinite(drawn).all()):
         raise ValueError("scores must be finite")
     left = list(range(len(mean)))
     chosen: list[int] = []
@@ -162,8 +166,17 @@ def draw_slate(
 
 def _place_of(share: float, chances: Vector) -> int:
     """The arm in whose part of all chances a share in [0, 1) falls; never one without a chance."""
-    ends = chances.cumsum()
-    return int(ends.searchsorted(share * ends[-1], side="right"))
+    if len(chances) > FEW_ARMS:
+        ends = chances.cumsum()
+        return int(ends.searchsorted(share * ends[-1], side="right"))
+    sums = list(accumulate(chances.tolist()))
+    return bisect_right(sums, share * sums[-1])
+
+
+def _all_finite(scores: Vector) -> bool:
+    if len(scores) > FEW_ARMS:
+        return bool(np.isfinite(scores).all())
+    return all(map(isfinite, scores.tolist()))
 
 
 def decision_draws(seed: int, decision_id: str) -> Iterator[float]:

@@ -78,7 +78,7 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
     away -= mean[:, None]
     away *= away
     agree = away <= reach[:, None]
-    found = count_true(agree)  # [N]
+    found = count_true(agree)  # [n]
     if not one_asks:
         row = row[places]
         return found + ~(agree[library_of(arms).arange(row.shape[0], **on_device(row)), row] & (row >= 0))

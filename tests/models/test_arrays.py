@@ -58,8 +58,9 @@ def covariances(count: int, size: int) -> np.ndarray:
 @pytest.mark.parametrize("size", [0, 1, COUNTED_AT_ONCE, COUNTED_AT_ONCE + 1, 2_051])
 def test_truths_are_counted_however_many(kind: str, size: int) -> None:
     mask = np.random.default_rng(size).random((3, size)) < [[0.0], [0.4], [1.1]]
-    expected = [sum(row) for row in mask.tolist()]
-    same(count_true(given(mask, kind, "bool")), expected, kind, "int64")
+    for rows in (mask, mask[1:2], mask[2:], mask[:0]):
+        expected = [sum(row) for row in rows.tolist()]
+        same(count_true(given(rows, kind, "bool")), expected, kind, "int64")
 
 
 class TestInverse:

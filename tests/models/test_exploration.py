@@ -263,3 +263,21 @@ def test_scores_that_are_not_numbers_are_refused(policy: Policy) -> None:
     for broken in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match="finite"):
             draw_slate(policy, np.array([0.0, broken]), np.zeros(2), 1, decision_draws(0, "d"))
+
+
+@pytest.mark.parametrize("name", ["ucb", "ucb-floor", "squarecb"])
+@pytest.mark.parametrize("arms", [1, 2, 31, 32, 33, 60])
+def test_few_arms_are_drawn_as_many_are(name: str, arms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number by number or by arrays: the same arms with the same chances, to the bit."""
+    policy = build_policy(name, epsilon=0.3, squarecb_gamma=5.0)
+    random = np.random.default_rng(arms)
+    for number in range(50):
+        mean, bonus = random.random(arms).round(1), random.random(arms).round(1)  # with ties
+        slates = []
+        for few in (0, 1_000):
+            monkeypatch.setattr("models.exploration.FEW_ARMS", few)
+            slates.append(draw_slate(policy, mean, bonus, min(arms, 3), decision_draws(1, str(number))))
+            for wrong in (np.nan, np.inf, -np.inf):
+                with pytest.raises(ValueError, match="finite"):
+                    draw_slate(policy, np.where(np.arange(arms) == arms - 1, wrong, mean), bonus, 1, iter([0.5]))
+        assert slates[0] == slates[1]
