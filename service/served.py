@@ -190,7 +190,7 @@ class ServedModel:
     def choose(self, asked: Sequence[tuple[ScoreRequest, Draw]]) -> list[Chosen | Exception]:
         """Judge the arms of several requests in one pass, and have some of each chosen; or why that was not done.
 
-        Who agrees about arms is counted for those that were chosen: among many users it takes longer than all the rest.
+        Who agrees about arms is counted for those that were chosen: nobody is told it of the others.
         """
         found: list[Chosen | Exception] = []
         places: list[int] = []
