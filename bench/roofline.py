@@ -85,7 +85,7 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
     total, size, seen = requests * arms, learner.head_size, learner.inputs.seen
     inputs, codes = learner.inputs_expected, learner.inputs_expected * learner.inputs.bins
     kept = learner.settings.memory_samples
-    weights = sum(rows * columns for rows, columns in learner.trunk.sizes)
+    weights = learner.trunk.members * sum(rows * columns for rows, columns in learner.trunk.sizes)
     narrowing = inputs * seen if learner.inputs.narrowed else 0
     arms_in_out = SINGLE * total * (inputs + 2 + learner.noted) + DOUBLE * total
     return [

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from models.arrays import Array, double, library_of, on_device, rectified, zeros
+from models.judging import by_member
 from models.normalizer import LARGEST_DEVIATION
 
 
@@ -77,14 +78,14 @@ def through_products(x: Array, weight: Array) -> Array:
 
 def through_layers(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:
     """Gradient [n, inputs] of `judging.foretold`, which takes the same."""
-    y, active = x @ layers[0][0] + asked, []
+    y, active = by_member(x @ layers[0][0] + asked, layers), []
     for weight, offset in layers[1:]:
         active.append(y > 0)
         y = rectified(y) @ weight + offset
-    delta = zeros(y.shape, y) + 1  # [n, 1]
+    delta = zeros(y.shape, y) + 1  # [M, n, 1]
     for (weight, _), alive in zip(reversed(layers[1:]), reversed(active), strict=True):
         delta = (delta @ weight.mT) * alive
-    return delta @ layers[0][0].mT
+    return delta.swapaxes(0, 1).reshape(x.shape[0], -1) @ layers[0][0].mT
 
 
 def through_unit(gradient: Array, x: Array) -> Array:

@@ -3,7 +3,8 @@
 A start is `[raw coefficients…, trust]`. *Raw* coefficients say of an unstandardised input x what a head says of it
 standardised, so that they mean the same after inputs are standardised anew. Where heads see all inputs that is exact:
 a head is a polynomial c + lᵀz + zᵀQz, and z is an affine function of x. Where they see a few principal directions it is
-a projection: the head becomes a linear function of all inputs, and that the nearest one in the directions of the day.
+a projection: the linear part becomes a linear function of all inputs, and that the nearest one in the directions of the
+day; products stay as they are, since directions turn as little as they can.
 
 *Trust* t in [0, 1) is the share of the prior's variance that the start explains: the user's prior is N(m, (1 − t)Σ)
 around the started head m in place of N(μ, Σ). With ρ = 1 − t that is what the statistics
@@ -46,36 +47,39 @@ class HeadStarts:
     def raw(self, basis: Arrays, heads: Array) -> Array:
         """Heads in a basis [B, D] as raw coefficients [B, size − 1], float64."""
         heads, mean, scale = double(heads), double(basis["mean"]), double(basis["scale"])
-        linear, squares = self._split(heads)
+        linear, products = self._split(heads)
         if self._inputs.narrowed:
             linear = linear @ double(basis["directions"]).mT
         told = double(abs(mean) < CONSTANT_RATIO * scale)  # [d]
         shift, linear = told * mean / scale, told * linear
         constant = heads[:, 0] - linear @ shift
-        if self._inputs.products:
+        if self._exact_products:
+            squares = _symmetric(products, linear.shape[1])
             constant = constant - _traces(squares)  # squares enter heads less 1
             squares = squares * told * told[:, None]
             turned = squares @ shift  # [B, d]
             constant, linear = constant + turned @ shift, linear - 2 * turned
-            squares = squares / scale / scale[:, None]
-        return self._joined(constant, linear / scale, squares, heads[:, -1])
+            products = _pairs(squares / scale / scale[:, None])
+        return _joined(constant, linear / scale, products, heads[:, -1])
 
     def heads(self, basis: Arrays, raw: Array) -> Array:
         """Raw coefficients [B, size − 1] as heads in a basis [B, D], float64."""
         mean, scale = double(basis["mean"]), double(basis["scale"])
-        linear, squares = self._split(raw)
+        linear, products = self._split(raw)
         constant = raw[:, 0] + linear @ mean
-        if self._inputs.products:
+        if self._exact_products:
+            squares = _symmetric(products, linear.shape[1])
             turned = squares @ mean
             constant, linear = constant + turned @ mean, linear + 2 * turned
             squares = squares * scale * scale[:, None]
             constant = constant + _traces(squares)
+            products = _pairs(squares)
         linear = linear * scale
         if self._inputs.narrowed:
             directions = double(basis["directions"])
             # Least squares over inputs as they vary, since principal directions are scaled to unit variance.
             linear = linear @ directions @ inverse(directions.mT @ directions)
-        return self._joined(constant, linear, squares, raw[:, -1])
+        return _joined(constant, linear, products, raw[:, -1])
 
     def statistics(self, basis: Arrays, prior: Prior, starts: Array) -> tuple[Array, Array]:
         """A₀ [B, D, D] and b₀ [B, D] of starts [B, size] under a prior, float64; 0 for a start that says nothing."""
@@ -95,26 +99,37 @@ class HeadStarts:
         moment = prior.noise / left * ((head - left * prior.mean) @ prior.precision)
         return gram, library.where(trust > 0, moment, 0.0)
 
-    def _split(self, values: Array) -> tuple[Array, Array]:
-        """The linear part [B, …], and that of products as symmetric matrices [B, d, d], or [B, 0, 0]."""
-        products = self._inputs.products
-        linear = values[:, 1 : values.shape[1] - 1 - products]
-        side = linear.shape[1] if products else 0
-        squares = zeros((values.shape[0], side, side), values)
-        if products:
-            end = values.shape[1] - 1 - products
-            for row in range(side):  # as many as heads can hold: a handful
-                begin, end = end, end + side - row
-                squares[:, row, row:] = values[:, begin:end] / 2
-            squares = squares + squares.mT
-        return linear, squares
+    @property
+    def _exact_products(self) -> bool:
+        """Whether there are products, and of inputs themselves."""
+        return self._inputs.products > 0 and not self._inputs.narrowed
 
-    def _joined(self, constant: Array, linear: Array, squares: Array, trunk: Array) -> Array:
-        """The inverse of `_split`, with the constant [B] in front and the trunk's coefficient [B] behind."""
-        rows = [2 * squares[:, row, row:] for row in range(squares.shape[1])]
-        for row in rows:
-            row[:, 0] /= 2
-        return library_of(constant).concatenate([constant[:, None], linear, *rows, trunk[:, None]], -1)
+    def _split(self, values: Array) -> tuple[Array, Array]:
+        """The linear part [B, …] and that of products [B, products]."""
+        end = values.shape[1] - 1
+        return values[:, 1 : end - self._inputs.products], values[:, end - self._inputs.products : end]
+
+
+def _joined(constant: Array, linear: Array, products: Array, trunk: Array) -> Array:
+    """The inverse of `_split`, with the constant [B] in front and the trunk's coefficient [B] behind."""
+    return library_of(constant).concatenate([constant[:, None], linear, products, trunk[:, None]], -1)
+
+
+def _symmetric(products: Array, side: int) -> Array:
+    """Coefficients of products x_i·x_j for i ≤ j [B, …] as symmetric matrices [B, side, side]."""
+    squares, end = zeros((products.shape[0], side, side), products), 0
+    for row in range(side):  # as many as heads can hold: a handful
+        begin, end = end, end + side - row
+        squares[:, row, row:] = products[:, begin:end] / 2
+    return squares + squares.mT
+
+
+def _pairs(squares: Array) -> Array:
+    """The inverse of `_symmetric`."""
+    rows = [2 * squares[:, row, row:] for row in range(squares.shape[1])]
+    for row in rows:
+        row[:, 0] /= 2
+    return library_of(squares).concatenate(rows, -1)
 
 
 def _traces(matrices: Array) -> Array:

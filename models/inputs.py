@@ -41,7 +41,7 @@ class ArmInputs:
         #: Numbers of an input that heads and memory see.
         self.seen = settings.head_directions if self.narrowed else count
         #: Products of two of them that heads see as well, where they are few.
-        self.products = 0 if self.narrowed else products_for(self.seen, settings.products_max)
+        self.products = products_for(self.seen, settings.products_max)
         self.head_size = 1 + self.seen + self.products + 1
         #: Wide inputs are often one thing in many cuts, so what a request's arms share is taken out of them.
         self.apart = settings.apart and self.narrowed

@@ -88,16 +88,23 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
 
 
 def foretold(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:
-    """The trunk's prediction [N]: x [N, n] what it sees of arms, `asked` [N, m] what its first layer makes of who asks.
+    """The trunk's prediction [N] from x [N, n], what it sees of arms, and `asked` [N, M·m], what it makes of who asks.
 
-    Layers come as weights [columns, rows] and offsets [rows]; the offset of the first is part of `asked`.
+    The first layer is that of all M members side by side, [n, M·m], its offset part of `asked`; others come as weights
+    [M, columns, rows] and offsets [M, 1, rows], the last as each member's share of the mean.
     """
     y = x @ layers[0][0]
     y += asked
+    y = by_member(y, layers)
     for weight, offset in layers[1:]:
         y = rectified(y) @ weight
         y += offset
-    return y[:, 0]
+    return y.sum(0)[:, 0]
+
+
+def by_member(y: Array, layers: Sequence[tuple[Array, Array]]) -> Array:
+    """What the first layer says [N, M·m], member by member [M, N, m]."""
+    return y.reshape(y.shape[0], layers[1][0].shape[0], -1).swapaxes(0, 1)
 
 
 def remember(x: Array, slates: Slates, own: Mapping[str, Array], gain: Array, radius: float) -> tuple[Array, Array]:

@@ -94,7 +94,7 @@ class PosteriorLearner(Learner):
         #: What is noted of an arm ends with what was on offer with it.
         self.offered_from = EMBEDDED + self.embedded
         self.noted = self.offered_from + self.inputs.offered
-        self.trunk = Trunk(self.inputs.codes_count + self.embedded, settings.width, settings.depth)
+        self.trunk = Trunk(self.inputs.codes_count + self.embedded, settings.width, settings.depth, settings.members)
         kept = settings.memory_samples
         self.fields = {
             "gram": (self.head_size, self.head_size),
@@ -189,11 +189,14 @@ class PosteriorLearner(Learner):
     def outline(self, shared: State, *, as_numpy: bool = False) -> dict[str, Any]:
         arrays: dict[str, Any] = dict(as_arrays(shared)) if as_numpy else dict(shared)
         (first, offset), *rest = self.trunk.layers(shared["trunk"])
+        first, offset = first.flatten(0, 1), offset.flatten()  # of all members side by side: they see the same
         arms = first.shape[1] - self.embedded
         # Who asks is the same for all arms of a request, so that part of the first layer stands apart.
         ramps = Ramps.of(shared["edges"]) if self.inputs.bins else None
         seen = ramps.layer(first[:, :arms].mT, offset) if ramps else (first[:, :arms].mT, offset)
-        layers = [seen, *((weight.mT, offset) for weight, offset in rest)]
+        *hidden, (last, level) = rest
+        shares = [*hidden, (last / self.trunk.members, level / self.trunk.members)]
+        layers = [seen, *((weight.mT, offset.unsqueeze(1)) for weight, offset in shares)]
         asking = first[:, arms:].mT
         return arrays | {
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,

@@ -85,19 +85,20 @@ class PosteriorSettings(LearnerSettings):
     plain: bool = True  # one plain head for everybody decides until users' own foresee more
     teaching: bool = True  # nobody learns from kinds of users who teach badly
     apart: bool = True  # take out of wide inputs what the arms of a request have in common
-    # The trunk: p(x), and the samples it replays.
-    width: int = 128
+    # The trunk: p(x), the mean of some networks, and the samples they replay.
+    members: int = 4
+    width: int = 64
     depth: int = 2
     bins: int = 16  # pieces of the code of one input; 0 for none
     codes_max: int = 384  # numbers that all codes may have together
-    trunk_rate: float = 0.001
-    trunk_decay: float = 0.1
+    trunk_rate: float = 0.002
+    trunk_decay: float = 0.5
     replayed: int = 256  # samples a step
     steps_per_event: float = 0.25
     epoch_steps_max: int = 2_048
     # Heads: inputs of more than `head_inputs_max` numbers reach them as `head_directions` principal directions.
     head_inputs_max: int = 48
-    head_directions: int = 8
+    head_directions: int = 6
     products_max: int = 48  # products of two head inputs are head inputs too, where they are at most so many
     # Groups: Σ within one as a share of Σ, and ν: how many deviations apart two users may be on an arm to agree on it.
     group_spread: float = 0.15
@@ -109,12 +110,12 @@ class PosteriorSettings(LearnerSettings):
     epoch_events: int = 64
     epoch_growth: float = 0.03
 
-    STRUCTURE = ("preset", "seed", "width", "depth", "bins", "codes_max", "head_inputs_max", "head_directions",
-                 "memory_samples", "embed", "products_max", "apart")  # fmt: skip
+    STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
+                 "head_directions", "memory_samples", "embed", "products_max", "apart")  # fmt: skip
 
     def _check_values(self) -> None:
-        self._at_least(1, "width", "depth", "replayed", "epoch_steps_max", "head_inputs_max", "head_directions")
-        self._at_least(1, "memory_samples", "epoch_events")
+        self._at_least(1, "members", "width", "depth", "replayed", "epoch_steps_max")
+        self._at_least(1, "head_inputs_max", "head_directions", "memory_samples", "epoch_events")
         self._at_least(0, "alpha", "bins", "codes_max", "products_max", "trunk_decay", "steps_per_event")
         self._at_least(0, "nu", "user_weight", "epoch_growth")
         self._positive("trunk_rate", "group_spread", "memory_radius")

@@ -29,7 +29,7 @@ class LiteralShared:
     directions: Array | None  # [d, c]
     common_ratio: Array | None  # τ²/σ² [d], where what a request's arms have in common is taken out of them
     common_centre: Array | None  # m [d]
-    trunk: list[tuple[Array, Array]]  # weights [rows, columns] and offsets [rows] of each layer
+    trunk: list[list[tuple[Array, Array]]]  # weights [rows, columns] and offsets [rows] of each layer of each member
     prior_mean: Array  # μ [D]
     prior_covariance: Array  # Σ [D, D]
     noise: float  # σ²
@@ -152,7 +152,7 @@ class LiteralPosterior:
         return found
 
     def predicted(self, arm: LiteralShown, asking: list[float]) -> float:
-        """p(x): the trunk on z, its piecewise-linear codes, and who asks."""
+        """p(x): the mean of the trunk's members on z, its piecewise-linear codes, and who asks."""
         if not self.settings.trunk:
             return 0.0
         z = self.standardized(arm)
@@ -161,11 +161,13 @@ class LiteralPosterior:
             for value, edges in zip(z, self.shared.edges, strict=True):
                 for low, high in pairwise(edges):
                     codes.append(min(max((value - low) / (high - low), 0.0), 1.0) - 0.5)
-        y = np.array([*z, *codes, *asking])
-        *hidden, last = self.shared.trunk
-        for weights, offsets in hidden:
-            y = np.maximum(weights @ y + offsets, 0.0)
-        return float((last[0] @ y + last[1])[0])
+        said = []
+        for *hidden, last in self.shared.trunk:
+            y = np.array([*z, *codes, *asking])
+            for weights, offsets in hidden:
+                y = np.maximum(weights @ y + offsets, 0.0)
+            said.append(float((last[0] @ y + last[1])[0]))
+        return sum(said) / len(said)
 
     def inputs(self, arm: LiteralShown) -> Array:
         """The part of h that comes from the arm alone."""

@@ -62,7 +62,7 @@ class Scene:
 
 def small(**changes: Any) -> PosteriorSettings:
     """The default learner at a size for tests."""
-    tiny = {"width": 5, "bins": 3, "epoch_steps_max": 3, "replayed": 16, "memory_samples": 4}
+    tiny = {"members": 2, "width": 5, "bins": 3, "epoch_steps_max": 3, "replayed": 16, "memory_samples": 4}
     settings = named_settings("default", **{**tiny, **changes})
     assert isinstance(settings, PosteriorSettings)
     return settings
@@ -179,6 +179,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     settings = small(
         alpha=draw(st.sampled_from([0.0, 0.3, 2.0])),
         nu=draw(st.sampled_from([0.1, 1.0, 5.0])),
+        members=draw(st.integers(1, 3)),
         depth=draw(st.integers(1, 3)),
         bins=draw(st.sampled_from([0, 2, 5])),
         trunk=draw(st.sampled_from([True, True, False])),
@@ -269,12 +270,13 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
     embedded = settings.embed * (numbers["prior_mean"].shape[0] - 1)
     widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
-    layers, start = [], 0
-    for columns, rows in pairwise(widths):
-        middle, end = start + rows * columns, start + rows * (columns + 1)
-        layers.append((numbers["trunk"][start:middle].reshape(rows, columns), numbers["trunk"][middle:end]))
-        start = end
-    assert start == numbers["trunk"].shape[0]
+    members: list[list[tuple[Array, Array]]] = [[] for _ in range(settings.members)]
+    flat = iter(numbers["trunk"])
+    for columns, rows in pairwise(widths):  # weights of all members, then their offsets
+        weights = [np.array([next(flat) for _ in range(rows * columns)]).reshape(rows, columns) for _ in members]
+        for layers, weight in zip(members, weights, strict=True):
+            layers.append((weight, np.array([next(flat) for _ in range(rows)])))
+    assert not list(flat)
     centres, voices = groups_of(settings, shared)
     return LiteralPosterior(
         LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)}),
@@ -285,7 +287,7 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             directions=numbers.get("directions"),
             common_ratio=numbers.get("common_ratio"),
             common_centre=numbers.get("common_centre"),
-            trunk=layers,
+            trunk=members,
             prior_mean=numbers["prior_mean"],
             prior_covariance=numbers["prior_covariance"],
             noise=float(numbers["noise"]),

@@ -270,16 +270,16 @@ def neural_request(preset: str, **changes: Any) -> Asked:
 
 
 def test_through_a_trunk_as_autograd_has_it() -> None:
-    trunk = Trunk(4, 6, 3)
+    trunk = Trunk(4, 6, 3, 2)
     flat = trunk.initial(generator_of(0), torch.float64)
     x = torch.randn(5, 4, generator=generator_of(1), dtype=torch.float64, requires_grad=True)
-    hidden, layers = x, trunk.layers(flat)
-    for place, (weight, offset) in enumerate(layers):
-        hidden = hidden @ weight.mT + offset
-        hidden = hidden if place == len(layers) - 1 else hidden.relu()
+    (first, offset), *rest = trunk.layers(flat)
+    hidden = x @ first.mT + offset.unsqueeze(1)  # [2, 5, 6]
+    for weight, each in rest:
+        hidden = hidden.relu() @ weight.mT + each.unsqueeze(1)
     hidden.sum().backward()
-    turned = [(weight.mT, offset) for weight, offset in layers]
-    torch.testing.assert_close(through_layers(turned, x.detach(), layers[0][1]), x.grad)
+    turned = [(first.flatten(0, 1).mT, offset.flatten()), *((weight.mT, each.unsqueeze(1)) for weight, each in rest)]
+    torch.testing.assert_close(through_layers(turned, x.detach(), offset.flatten()), x.grad)
 
 
 def test_through_unit_of_huge_and_tiny_numbers() -> None:

@@ -122,9 +122,23 @@ def test_a_start_says_the_same_of_arms_after_inputs_are_standardised_anew(inputs
     torch.testing.assert_close(said[1], said[0])
 
 
-def test_wide_inputs_are_projected() -> None:
-    """A start survives in its own directions as it is, and in others as the nearest that these can say."""
+def test_products_of_wide_inputs_stay_as_they_are() -> None:
+    """Directions turn as little as they can, so that products of two of them go on meaning nearly the same."""
     learner = build(60)
+    before = taught(learner)
+    after = taught(learner, before, seed=5, events=1_024)
+    heads = head_near(learner, before, 4, 3)
+    raw = learner.starts.raw(before, heads)
+    assert raw.shape == (4, learner.start_size - 1)
+    torch.testing.assert_close(learner.starts.heads(before, raw), heads)
+    products = slice(1 + learner.inputs.seen, -1)
+    assert heads[:, products].shape[1] == learner.inputs.products > 0
+    assert torch.equal(learner.starts.heads(after, raw)[:, products], heads[:, products])
+
+
+def test_wide_inputs_are_projected() -> None:
+    """A linear start survives in its own directions as it is, and in others as the nearest that these can say."""
+    learner = build(60, products_max=0)
     before = taught(learner)
     after = taught(learner, before, seed=5, events=1_024)
     heads = head_near(learner, before, 4, 3)

@@ -271,7 +271,7 @@ def test_of_what_is_added_to_all_arms_of_a_request_a_known_share_is_seen() -> No
 @pytest.mark.parametrize("ratio", [0.25, 3.0, 1e12])
 def test_a_linear_head_minds_what_all_arms_gain_the_less_the_more_they_share(ratio: float, arms: int) -> None:
     """Its mean moves by 1/(1 + k·τ²/σ²) of what it does where nothing is taken out."""
-    scene = scene_of(trunk=False, groups=False, memory=False, **WIDE)
+    scene = scene_of(trunk=False, groups=False, memory=False, products_max=0, **WIDE)
     scene = replace(scene, requests=[(asker, row, shelf[:arms]) for asker, row, shelf in scene.requests])
     learner = PosteriorLearner(scene.settings, 3, torch.float64)
     # Users are fitted once: what is in question is how arms are seen, not what was learned of earlier ones.

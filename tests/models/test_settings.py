@@ -92,8 +92,9 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     kept = named_settings("default", alpha=1.0, nu=2.0, groups=False, memory=False, trunk_rate=0.1, epoch_events=9)
     assert kept.structure() == settings.structure()
     changes: list[dict[str, int]] = [
-        {"seed": 1}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9}, {"head_inputs_max": 40},
-        {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0}, {"apart": False},
+        {"seed": 1}, {"members": 3}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9},
+        {"head_inputs_max": 40}, {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0},
+        {"apart": False},
     ]  # fmt: skip
     for change in changes:
         assert named_settings("default", **change).structure() != settings.structure()

@@ -23,31 +23,50 @@ def drawn(trunk: Trunk, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
     return flat, x, torch.rand(rows, generator=generator, dtype=torch.float64)
 
 
-def module_of(trunk: Trunk, flat: Tensor) -> torch.nn.Sequential:
-    """The same network out of torch's layers: weights row after row, then offsets, layer by layer."""
+def modules_of(trunk: Trunk, flat: Tensor) -> list[torch.nn.Sequential]:
+    """The members out of torch's layers: layer by layer, weights of all members row after row, then their offsets."""
     widths = [trunk.inputs, *[trunk.width] * trunk.depth, 1]
-    layers: list[torch.nn.Module] = []
+    layers: list[list[torch.nn.Module]] = [[] for _ in range(trunk.members)]
+    start = 0
     for before, after in pairwise(widths):
-        layers += [torch.nn.Linear(before, after, dtype=flat.dtype), torch.nn.ReLU()]
-    module = torch.nn.Sequential(*layers[:-1])
-    torch.nn.utils.vector_to_parameters(flat.clone(), module.parameters())
-    return module
+        linear = [torch.nn.Linear(before, after, dtype=flat.dtype) for _ in layers]
+        for parameter in [*(each.weight for each in linear), *(each.bias for each in linear)]:
+            end = start + parameter.numel()
+            parameter.data = flat[start:end].view_as(parameter).clone()
+            start = end
+        for member, each in zip(layers, linear, strict=True):
+            member += [each, torch.nn.ReLU()]
+    assert start == flat.shape[0]
+    return [torch.nn.Sequential(*member[:-1]) for member in layers]
 
 
-SHAPES = [Trunk(1, 1, 1), Trunk(3, 4, 1), Trunk(5, 7, 2), Trunk(4, 6, 3)]
+SHAPES = [Trunk(1, 1, 1), Trunk(3, 4, 1, 2), Trunk(5, 7, 2), Trunk(4, 6, 3), Trunk(4, 3, 2, 4)]
 
 
 @pytest.mark.parametrize("trunk", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_predictions_and_gradients_are_those_of_autograd(trunk: Trunk, rows: int) -> None:
+    """The prediction is the mean of all members; each of them learns by itself."""
     flat, x, rewards = drawn(trunk, rows)
-    module = module_of(trunk, flat)
-    output = module(x).squeeze(-1)
-    torch.testing.assert_close(trunk.predict(flat, x), output.detach(), rtol=1e-10, atol=1e-10)
-    expected = torch.autograd.grad((output - rewards).square().mean(), list(module.parameters()))
+    modules = modules_of(trunk, flat)
+    outputs = [module(x).squeeze(-1) for module in modules]
+    expected = torch.stack(outputs).mean(0).detach()
+    torch.testing.assert_close(trunk.predict(flat, x), expected, rtol=1e-10, atol=1e-10)
+    for module, output in zip(modules, outputs, strict=True):
+        (output - rewards).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
     gradient = trunk.gradient(flat, x, rewards)
     assert gradient.shape == flat.shape
-    torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]), rtol=1e-10, atol=1e-10)
+    for module, of_module in zip(modules, modules_of(trunk, gradient), strict=True):
+        for parameter, found in zip(module.parameters(), of_module.parameters(), strict=True):
+            torch.testing.assert_close(found.data, parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_members_differ_from_the_beginning() -> None:
+    trunk = Trunk(6, 8, 2, 3)
+    x = torch.randn(20, 6, generator=generator_of(5), dtype=torch.float64)
+    said = torch.stack([member(x).squeeze(-1) for member in modules_of(trunk, trunk.initial(generator_of(6), x.dtype))])
+    assert said.std(0).min() > 0
 
 
 def test_nothing_given_is_changed() -> None:
@@ -96,7 +115,7 @@ def test_training_can_go_on_in_another_process() -> None:
 
 
 def test_a_function_is_learned() -> None:
-    trunk = Trunk(2, 32, 2)
+    trunk = Trunk(2, 32, 2, 2)
     generator = generator_of(2)
     x = torch.randn(512, 2, generator=generator)
     rewards = ((x[:, 0] * x[:, 1]) > 0).to(x.dtype)
@@ -109,7 +128,7 @@ def test_a_function_is_learned() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_untrained_trunk_says_little_and_the_same_every_time(dtype: torch.dtype) -> None:
-    trunk = Trunk(20, 64, 2)
+    trunk = Trunk(20, 64, 2, 2)
     first, second = (trunk.initial(generator_of(3), dtype) for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == (trunk.parameters,)
@@ -117,6 +136,6 @@ def test_an_untrained_trunk_says_little_and_the_same_every_time(dtype: torch.dty
     x = torch.randn(200, 20, generator=generator_of(4), dtype=dtype)
     assert trunk.predict(first, x).abs().max() < 0.1
     for weights, offsets in trunk.layers(first)[:-1]:
-        bound = weights.shape[1] ** -0.5
+        bound = weights.shape[-1] ** -0.5
         assert max(weights.abs().max(), offsets.abs().max()) <= bound
         assert weights.abs().max() > 0.95 * bound
