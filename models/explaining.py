@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from models.arrays import Array, double, library_of, on_device, rectified, zeros
-from models.judging import by_member
+from models.judging import by_member, side_by_side
 from models.normalizer import LARGEST_DEVIATION
 
 
@@ -78,14 +78,15 @@ def through_products(x: Array, weight: Array) -> Array:
 
 def through_layers(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:
     """Gradient [n, inputs] of `judging.foretold`, which takes the same."""
-    y, active = by_member(x @ layers[0][0] + asked, layers), []
-    for weight, offset in layers[1:]:
+    (first, _), *hidden, (last, _) = layers
+    y, active = x @ first + asked, []
+    for weight, offset in hidden:
         active.append(y > 0)
-        y = rectified(y) @ weight + offset
-    delta = zeros(y.shape, y) + 1  # [M, n, 1]
-    for (weight, _), alive in zip(reversed(layers[1:]), reversed(active), strict=True):
-        delta = (delta @ weight.mT) * alive
-    return delta.swapaxes(0, 1).reshape(x.shape[0], -1) @ layers[0][0].mT
+        y = side_by_side(by_member(rectified(y), weight) @ weight) + offset
+    delta = last * (y > 0)  # [n, M·m]
+    for (weight, _), alive in zip(reversed(hidden), reversed(active), strict=True):
+        delta = side_by_side(by_member(delta, weight) @ weight.mT) * alive
+    return delta @ first.mT
 
 
 def through_unit(gradient: Array, x: Array) -> Array:

@@ -45,15 +45,15 @@ class Policy(ABC):
         """The chance of each arm to be chosen next; sums to 1. `drawn` has as many draws as it wants, if any."""
 
 
-def _shared_by_the_best(score: Vector, share: float, chances: Vector) -> Vector:
-    """Chances with this share added, in place, to that of the arm with the largest score; ties share evenly."""
-    best = score.argmax()
-    ties = score == score[best]
-    if (count := np.count_nonzero(ties)) > 1:
-        chances[ties] += share / count
-    else:
-        chances[best] += share
-    return chances
+def _shared_by_the_best(score: Vector, share: float, floor: float) -> Vector:
+    """This share for the arm with the largest score, beside a floor for all; ties share evenly."""
+    if len(score) <= FEW_ARMS:
+        scores = score.tolist()
+        best = max(scores)
+        high = floor + share / scores.count(best)
+        return np.array([high if each == best else floor for each in scores])
+    ties = score == score.max()
+    return np.where(ties, floor + share / np.count_nonzero(ties), floor)
 
 
 @final
@@ -63,7 +63,7 @@ class UpperConfidence(Policy):
     name = "ucb"
 
     def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
-        return _shared_by_the_best(mean + bonus, 1.0, np.zeros(len(mean)))
+        return _shared_by_the_best(mean + bonus, 1.0, 0.0)
 
 
 @final
@@ -78,8 +78,7 @@ class FlooredUpperConfidence(Policy):
         self.epsilon = epsilon
 
     def probabilities(self, mean: Vector, bonus: Vector, drawn: Matrix | None = None) -> Vector:
-        floor = np.zeros(len(mean)) + self.epsilon / len(mean)
-        return _shared_by_the_best(mean + bonus, 1 - self.epsilon, floor)
+        return _shared_by_the_best(mean + bonus, 1 - self.epsilon, self.epsilon / len(mean))
 
 
 @final

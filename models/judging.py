@@ -60,9 +60,9 @@ def believe(prior: Prior, groups: Groups | None, guard: Array, gram: Array, mome
 
 def said_of(arms: Array, slates: Slates, own: Mapping[str, Array]) -> tuple[Array, Array]:
     """What the asking users' `heads` [R, D, n] say of arms h [N, D], [N, n], and the variance by `covariance` [N]."""
-    side_by_side = slates.padded(arms)  # [R, K, D]
-    spread = dots(side_by_side @ own["covariance"], side_by_side)  # [R, K]
-    return slates.flat(side_by_side @ own["heads"]), rectified(slates.flat(spread))
+    padded = slates.padded(arms)  # [R, K, D]
+    spread = dots(padded @ own["covariance"], padded)  # [R, K]
+    return slates.flat(padded @ own["heads"]), rectified(slates.flat(spread))
 
 
 def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Array, places: Array | slice) -> Array:
@@ -90,21 +90,26 @@ def count_agreeing(heads: Array, arms: Array, mean: Array, reach: Array, row: Ar
 def foretold(layers: Sequence[tuple[Array, Array]], x: Array, asked: Array) -> Array:
     """The trunk's prediction [N] from x [N, n], what it sees of arms, and `asked` [N, M·m], what it makes of who asks.
 
-    The first layer is that of all M members side by side, [n, M·m], its offset part of `asked`; others come as weights
-    [M, columns, rows] and offsets [M, 1, rows], the last as each member's share of the mean.
+    The first layer is that of all M members side by side, [n, M·m], its offset part of `asked`. Hidden ones come as
+    weights [M, columns, rows] and offsets [M·rows], the last as each member's share of the mean, [M·m] and [].
     """
-    y = x @ layers[0][0]
+    (first, _), *hidden, (last, level) = layers
+    y = x @ first
     y += asked
-    y = by_member(y, layers)
-    for weight, offset in layers[1:]:
-        y = rectified(y) @ weight
+    for weight, offset in hidden:
+        y = side_by_side(by_member(rectified(y), weight) @ weight)
         y += offset
-    return y.sum(0)[:, 0]
+    return rectified(y) @ last + level
 
 
-def by_member(y: Array, layers: Sequence[tuple[Array, Array]]) -> Array:
-    """What the first layer says [N, M·m], member by member [M, N, m]."""
-    return y.reshape(y.shape[0], layers[1][0].shape[0], -1).swapaxes(0, 1)
+def by_member(y: Array, weight: Array) -> Array:
+    """What members say side by side [N, M·m], for each to go on by itself [M, N, m]: weights [M, …] tell how many."""
+    return y.reshape(y.shape[0], weight.shape[0], -1).swapaxes(0, 1)
+
+
+def side_by_side(y: Array) -> Array:
+    """The inverse of `by_member`."""
+    return y.swapaxes(0, 1).reshape(y.shape[1], -1)
 
 
 def remember(x: Array, slates: Slates, own: Mapping[str, Array], gain: Array, radius: float) -> tuple[Array, Array]:

@@ -34,10 +34,11 @@ from models.judging import Beliefs, believe, count_agreeing, foretold, remember,
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
 from models.memory import FIRST_GAIN, kept_table, told
 from models.metaban import doubled
+from models.mixture import VOICES_MAX, groups_anew, mixture_due
 from models.offer import on_offer
 from models.plain_head import PlainHead
 from models.posterior_parts import posterior_contributions
-from models.prior import Groups, Prior, Statistics, find_groups, groups_state, prior_state, stored_groups, stored_prior
+from models.prior import Groups, Prior, Statistics, groups_state, prior_state, stored_groups, stored_prior
 from models.settings import PosteriorSettings
 from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
 from models.teaching import Teaching
@@ -62,16 +63,13 @@ from models.upkeep import (
 
 #: Largest coordinate of a user's embedding, in deviations of the prior.
 EMBEDDING_REACH = 4.0
-#: Users that groups are made of, those with the most events; one centre each.
-VOICES_MAX = 256
 #: Applied events from which groups are looked for.
 GROUPS_FROM_EVENTS = 256
 #: The same for the plain head where inputs are wide: the principal directions of few samples tell arms hardly apart.
 WIDE_PLAIN_FROM_EVENTS = 256
 #: Seeds that a generator takes.
 SEEDS = 1 << 63
-#: Shifts of the centres, and steps of EM after a refit and otherwise.
-SHIFT_STEPS = 4
+#: Steps of EM after a refit and otherwise.
 EM_STEPS_REFIT, EM_STEPS = 12, 2
 
 
@@ -115,6 +113,7 @@ class PosteriorLearner(Learner):
             **PlainHead.initial(self.head_size).state(),
             **kinds_state(Kinds.one(prior)),
             **groups_state(Groups.none(self.head_size, self.settings.group_spread), VOICES_MAX),
+            "group_mixture": torch.zeros((), dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
             "gain": torch.tensor(FIRST_GAIN, dtype=torch.float64),
             "epoch": torch.zeros((), dtype=torch.float64),
@@ -195,8 +194,11 @@ class PosteriorLearner(Learner):
         ramps = Ramps.of(shared["edges"]) if self.inputs.bins else None
         seen = ramps.layer(first[:, :arms].mT, offset) if ramps else (first[:, :arms].mT, offset)
         *hidden, (last, level) = rest
-        shares = [*hidden, (last / self.trunk.members, level / self.trunk.members)]
-        layers = [seen, *((weight.mT, offset.unsqueeze(1)) for weight, offset in shares)]
+        layers = [
+            seen,
+            *((weight.mT, offset.flatten()) for weight, offset in hidden),
+            (last.flatten() / self.trunk.members, level.mean()),
+        ]
         asking = first[:, arms:].mT
         return arrays | {
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
@@ -325,10 +327,12 @@ class PosteriorLearner(Learner):
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
             derived |= self._trained(derived, samples.taught(batches, teaching), steps, total_events)
-        derived |= prior_state(prior) | kinds_state(kinds)
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
-            derived |= self._grouped_anew(prior, users, teaching)
+            spread, seed = self.settings.group_spread, self.settings.seed + total_events
+            seek = mixture_due(epoch_events, total_events, refit=refit)
+            derived |= groups_anew(derived, prior, users, teaching, spread=spread, seek=seek, seed=seed)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
+        derived |= prior_state(prior) | kinds_state(kinds)
         plain_from = WIDE_PLAIN_FROM_EVENTS if self.inputs.narrowed else 0
         if self.settings.heads and self.settings.plain and total_events >= plain_from:
             earned = trust_of(batches, prior.noise, derived["since"])
@@ -352,6 +356,7 @@ class PosteriorLearner(Learner):
         changed = tastes_changed(samples, shared["epoch"], shared["since"])
         initial = Prior.initial(self.head_size)
         anew = {**prior_state(initial), **kinds_state(Kinds.one(initial)), "since": shared["epoch"] + 1}
+        anew["group_mixture"] = torch.zeros_like(shared["group_mixture"])  # its centres were of another prior
         return shared | {
             name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in anew.items()
         }
@@ -389,9 +394,3 @@ class PosteriorLearner(Learner):
         for _ in range(steps):
             prior = prior.improved(users, teaching)
         return prior, kinds, teaching
-
-    def _grouped_anew(self, prior: Prior, users: Statistics, teaching: Tensor) -> State:
-        loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]
-        share = torch.full_like(prior.noise, self.settings.group_spread)
-        groups = find_groups(prior, users.rows(loudest), share, SHIFT_STEPS, teaching[loudest])
-        return groups_state(groups, VOICES_MAX)

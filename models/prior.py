@@ -173,6 +173,12 @@ class Groups:
         """c_q [Q, D]."""
         return self.pull @ prior.covariance * self.share
 
+    def padded(self, most: int) -> Groups:
+        """With rows for so many, those that are none behind."""
+        missing = most - self.offset.shape[0]
+        pull = torch.cat([self.pull, self.pull.new_zeros(missing, self.pull.shape[1])])
+        return Groups(pull, torch.cat([self.offset, self.offset.new_full((missing,), NO_GROUP)]), self.share)
+
     def any(self) -> Tensor:
         """Whether there are any [] bool."""
         return self.offset.max() > NO_GROUP / 2
@@ -188,13 +194,18 @@ class Groups:
         return (covariance @ (known + belief @ self.pull)[..., None])[..., 0]
 
 
+def voices(users: Statistics, teaching: Tensor | None = None) -> Tensor:
+    """What users who count w_u [U], or 1, have to say of groups [U]: the less the fewer events they have."""
+    voice = users.events / (users.events + HALF_VOICE_EVENTS)
+    return voice if teaching is None else teaching * voice
+
+
 def find_groups(prior: Prior, users: Statistics, share: Tensor, steps: int, teaching: Tensor | None = None) -> Groups:
     """Centres, one a user, after `steps` shifts towards those whose rewards they explain.
 
     Users count w_u [U], or 1; whoever does not count is in no group, and no group is around them.
     """
-    voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
-    log_weight = (voice if teaching is None else teaching * voice).log().clamp_min(NO_GROUP)
+    log_weight = voices(users, teaching).log().clamp_min(NO_GROUP)
     centres = prior.posterior_mean(users.gram, users.moment)  # [U, D]
     within = prior.precision / share
     covariance = inverse(users.gram / prior.noise + within)  # [U, D, D]
@@ -232,13 +243,9 @@ def prior_state(prior: Prior) -> dict[str, Tensor]:
 
 
 def groups_state(groups: Groups, most: int) -> dict[str, Tensor]:
-    """What an epoch keeps of groups: rows for so many, those that are none behind."""
-    missing = most - groups.offset.shape[0]
-    return {
-        "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, groups.pull.shape[1])]),
-        "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
-        "group_share": groups.share,
-    }
+    """What an epoch keeps of groups: rows for so many."""
+    padded = groups.padded(most)
+    return {"group_pull": padded.pull, "group_offset": padded.offset, "group_share": padded.share}
 
 
 def stored_groups(shared: Mapping[str, Array]) -> Groups | None:

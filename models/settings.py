@@ -87,11 +87,11 @@ class PosteriorSettings(LearnerSettings):
     apart: bool = True  # take out of wide inputs what the arms of a request have in common
     # The trunk: p(x), the mean of some networks, and the samples they replay.
     members: int = 4
-    width: int = 64
+    width: int = 48
     depth: int = 2
-    bins: int = 16  # pieces of the code of one input; 0 for none
+    bins: int = 12  # pieces of the code of one input; 0 for none
     codes_max: int = 384  # numbers that all codes may have together
-    trunk_rate: float = 0.002
+    trunk_rate: float = 0.003
     trunk_decay: float = 0.5
     replayed: int = 256  # samples a step
     steps_per_event: float = 0.25

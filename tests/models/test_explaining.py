@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.arrays import as_arrays
 from models.explaining import Agreement, Contributions, through_layers, through_unit
+from models.judging import foretold
 from models.learner import Arrays, Learner, Query, Scores
 from models.metaban import MetaBanLearner, PaperLearner
 from models.pooled import PooledLearner
@@ -278,8 +279,11 @@ def test_through_a_trunk_as_autograd_has_it() -> None:
     for weight, each in rest:
         hidden = hidden.relu() @ weight.mT + each.unsqueeze(1)
     hidden.sum().backward()
-    turned = [(first.flatten(0, 1).mT, offset.flatten()), *((weight.mT, each.unsqueeze(1)) for weight, each in rest)]
+    *between, (last, level) = rest
+    turned = [(first.flatten(0, 1).mT, offset.flatten())]
+    turned += [*((weight.mT, each.flatten()) for weight, each in between), (last.flatten(), level.sum())]
     torch.testing.assert_close(through_layers(turned, x.detach(), offset.flatten()), x.grad)
+    torch.testing.assert_close(foretold(turned, x.detach(), offset.flatten()), hidden.detach().sum(0).squeeze(-1))
 
 
 def test_through_unit_of_huge_and_tiny_numbers() -> None:
