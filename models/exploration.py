@@ -173,9 +173,10 @@ def _place_of(share: float, chances: Vector) -> int:
 
 
 def _all_finite(scores: Vector) -> bool:
-    if len(scores) > FEW_ARMS:
-        return bool(np.isfinite(scores).all())
-    return all(map(isfinite, scores.tolist()))
+    # A sum is finite only if all that is summed is, and that is the usual case; of few numbers Python's is the fastest.
+    if len(scores) <= FEW_ARMS and isfinite(sum(scores.tolist())):
+        return True
+    return bool(np.isfinite(scores).all())
 
 
 def decision_draws(seed: int, decision_id: str) -> Iterator[float]:

@@ -239,8 +239,7 @@ class PosteriorLearner(Learner):
     def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         own, slates, library = query.own, query.slates, library_of(query.arms)
         offer, z, predicted = self._seen(outline, query)
-        notes = zeros((z.shape[0], self.noted), z)
-        notes += slates.spread(own["notes"])
+        notes = slates.copied(own["notes"])
         if self.inputs.apart:
             notes[:, self.offered_from :] = offer
         if not self.settings.heads:

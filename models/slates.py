@@ -62,6 +62,12 @@ class Slates:
             return each
         return each[self.request(each)]
 
+    def copied(self, each: Array) -> Array:
+        """What each request has [R, …], once for every arm of it [N, …], to be written to."""
+        if isinstance(each, Tensor):
+            return each[self.request(each)]
+        return each.repeat(self.sizes, 0)
+
     def request(self, like: Array) -> Array:
         """The request that each arm belongs to, [N] int64."""
         return self._like(np.repeat(np.arange(self.requests), self.sizes), like)

@@ -265,6 +265,17 @@ def test_scores_that_are_not_numbers_are_refused(policy: Policy) -> None:
             draw_slate(policy, np.array([0.0, broken]), np.zeros(2), 1, decision_draws(0, "d"))
 
 
+def test_scores_whose_sum_is_too_large_are_numbers() -> None:
+    """That their sum is not finite does not mean that scores are not; that means and bonuses are does not make them."""
+    policy, large = FlooredUpperConfidence(0.1), np.full(3, 1.7e308)
+    assert len(draw_slate(policy, large, np.zeros(3), 1, decision_draws(0, "d")).chosen) == 1
+    for bonus in (large, np.array([1.7e308, -1.7e308, -1.7e308])):
+        with pytest.raises(ValueError, match="finite"), np.errstate(over="ignore"):
+            draw_slate(policy, large, bonus, 1, decision_draws(0, "d"))
+    with pytest.raises(ValueError, match="finite"), np.errstate(invalid="ignore"):
+        draw_slate(policy, np.array([0.0, np.inf]), np.array([0.0, -np.inf]), 1, decision_draws(0, "d"))
+
+
 @pytest.mark.parametrize("name", ["ucb", "ucb-floor", "squarecb"])
 @pytest.mark.parametrize("arms", [1, 2, 31, 32, 33, 60])
 def test_few_arms_are_drawn_as_many_are(name: str, arms: int, monkeypatch: pytest.MonkeyPatch) -> None:
