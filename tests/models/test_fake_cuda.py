@@ -206,9 +206,10 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings) -> None:
         batch(3, SAMPLES, learner.noted, learner.start_size),
         batch(2, SAMPLES + 1, learner.noted, learner.start_size),
     ]
-    # Two epochs that change inputs, the second of which finds groups, and one that does not.
-    for epoch_events, events in ((0, 32), (250, 256), (256, 400)):
-        assert learner.refit_due(epoch_events, events) == (events < 400 and getattr(chosen, "standardize", True))
+    # Epochs that change inputs, the second of which finds groups and the last kinds, and one that does not.
+    for epoch_events, events in ((0, 32), (250, 256), (256, 400), (1_000, 1_024)):
+        refit = events != 400 and getattr(chosen, "standardize", True)
+        assert learner.refit_due(epoch_events, events) == refit
         shared = learner.derive(shared, teachers, epoch_events, events)
         on_gpu(*shared.values())
     own = {name: value.clone() for name, value in fitted(learner, shared, len(ARMS)).items()}
