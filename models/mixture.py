@@ -13,7 +13,8 @@ How many kinds there are is told by the evidence, in which centres are integrate
 has to explain more than its freedom to fit anything would (MacKay, "Bayesian Interpolation", 1992). Two kinds are what
 is always found, in pure chance as well, so the evidence of more has to be clearly ahead of theirs. Where users blend
 into each other, more kinds are always better: then, when the largest number explains most, there are none. Without
-kinds groups are those of the mean shift. Whether either helps is for the guard to say (upkeep.py).
+kinds groups are those of the mean shift. Whether either helps is for the guard to say (upkeep.py); kinds that do not
+make way for the mean shift, until there are twice as many events.
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ STEPS: Final = 16
 STEPS_CARRIED: Final = 3
 #: Evidence counts one in so many at first.
 FIRST_HEAT: Final = 3.0
-#: Applied events from which kinds are sought, and when again: at so many times as many.
+#: Applied events from which kinds are sought, those of each user that it takes on average, and when they are sought
+#: again: at so many times the events.
 FROM_EVENTS: Final = 1_024
+EVENTS_EACH: Final = 10.0
 GROWTH: Final = 1.3
+#: Kinds are dropped when the guard trusts groups less than this, and for how long: until so many times the events.
+TRUSTED: Final = 0.5
+DROPPED_GROWTH: Final = 2.0
 #: Random numbers are at least this, so that their logarithm is a number.
 LEAST_UNIFORM: Final = 1e-9
 #: Users that a kind has at least, so that the logarithm of its share is a number.
@@ -149,33 +155,37 @@ def _generation(events: int) -> int:
 
 
 def groups_anew(
-    shared: State, prior: Prior, users: Statistics, teaching: Tensor, *, spread: float, seek: bool, seed: int
+    shared: State, prior: Prior, users: Statistics, teaching: Tensor, *, spread: float, seek: bool, total_events: int
 ) -> State:
     """Groups of users who count w_u [U] under a new prior; `shared` has those of before, and the prior they are under.
 
-    Kinds are sought anew, or those of before carried over; `spread` is κ of the mean shift.
+    Kinds are sought anew, or those of before carried over; `spread` is κ of the mean shift. `group_mixture` is positive
+    while groups are kinds, and the negative of the events until which kinds that did not help are not sought.
     """
     loudest = (teaching * users.events).argsort(descending=True, stable=True)[:VOICES_MAX]
     users, teaching = users.rows(loudest), teaching[loudest]
     shift = find_groups(prior, users, torch.full_like(prior.noise, spread), SHIFT_STEPS, teaching)
-    share = torch.full_like(prior.noise, SPREAD)
+    share, before = torch.full_like(prior.noise, SPREAD), shared["group_mixture"]
     crowd = Crowd(prior, users, share, voices(users, teaching))
-    if seek:
-        generator, count = torch.Generator().manual_seed(seed), users.events.shape[0]
-        found = [crowd.found(random_beliefs(kinds, count, generator, prior.mean)) for kinds in COUNTS]
-        worth = torch.stack([crowd.worth(mixture) for mixture in found])
-        best = worth.argmax()
-        told_apart = (worth[best] - worth[0] > AHEAD) & (best < len(COUNTS) - 1)
-        best, mixtures = torch.where(told_apart, best, 0), found[1:]
-    else:
-        before = Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])
-        mixtures = [crowd.carried(Mixture.of(before, stored_prior(shared)))]
-        best = (shared["group_mixture"] > 0).to(torch.int64)
-    return _state([shift, *(Groups.of(prior, each.centres, each.log_weight, share) for each in mixtures)], best)
+    if not seek:
+        groups = Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])
+        kinds = crowd.carried(Mixture.of(groups, stored_prior(shared)))
+        return _state(prior, share, shift, [kinds], (before > 0).to(torch.int64)) | {"group_mixture": before}
+    generator, count = torch.Generator().manual_seed(total_events), users.events.shape[0]
+    found = [crowd.found(random_beliefs(kinds, count, generator, prior.mean)) for kinds in COUNTS]
+    worth = torch.stack([crowd.worth(mixture) for mixture in found])
+    best = worth.argmax()
+    told_apart = (worth[best] - worth[0] > AHEAD) & (best < len(COUNTS) - 1) & (users.events.mean() >= EVENTS_EACH)
+    barred = torch.where(
+        (before > 0) & (shared["guard"] < TRUSTED), -DROPPED_GROWTH * total_events, before.clamp_max(0)
+    )
+    best = torch.where(told_apart & (total_events >= -barred), best, 0)
+    state = _state(prior, share, shift, found[1:], best)
+    return state | {"group_mixture": torch.where(best > 0, torch.ones_like(barred), barred)}
 
 
-def _state(groups: Sequence[Groups], best: Tensor) -> State:
-    """What an epoch keeps of one of several, the first of which is no mixture; only the device knows which."""
-    states = [groups_state(each, VOICES_MAX) for each in groups]
-    chosen = {name: torch.stack([state[name] for state in states])[best.view(1)][0] for name in states[0]}
-    return {**chosen, "group_mixture": (best > 0).to(torch.float64)}
+def _state(prior: Prior, share: Tensor, shift: Groups, kinds: Sequence[Mixture], best: Tensor) -> State:
+    """What an epoch keeps: the mean shift if best is 0, or that one of several kinds; only the device knows which."""
+    mixtures = (Groups.of(prior, each.centres, each.log_weight, share) for each in kinds)
+    states = [groups_state(each, VOICES_MAX) for each in (shift, *mixtures)]
+    return {name: torch.stack([state[name] for state in states])[best.view(1)][0] for name in states[0]}

@@ -327,9 +327,8 @@ class PosteriorLearner(Learner):
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
             derived |= self._trained(derived, samples.taught(batches, teaching), steps, total_events)
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
-            spread, seed = self.settings.group_spread, self.settings.seed + total_events
-            seek = mixture_due(epoch_events, total_events, refit=refit)
-            derived |= groups_anew(derived, prior, users, teaching, spread=spread, seek=seek, seed=seed)
+            seek, spread = mixture_due(epoch_events, total_events, refit=refit), self.settings.group_spread
+            derived |= groups_anew(derived, prior, users, teaching, spread=spread, seek=seek, total_events=total_events)
             derived["guard"] = guard_of(batches, prior.noise, derived["since"])
         derived |= prior_state(prior) | kinds_state(kinds)
         plain_from = WIDE_PLAIN_FROM_EVENTS if self.inputs.narrowed else 0

@@ -62,7 +62,8 @@ def stored(prior: Prior, mixture: Mixture | None = None) -> State:
     if mixture is not None:
         groups = Groups.of(prior, mixture.centres, mixture.log_weight, SHARE)
     flag = torch.tensor(float(mixture is not None), dtype=torch.float64)
-    return {**prior_state(prior), **groups_state(groups, VOICES_MAX), "group_mixture": flag}
+    guard = torch.ones_like(flag)
+    return {**prior_state(prior), **groups_state(groups, VOICES_MAX), "group_mixture": flag, "guard": guard}
 
 
 def dense_log_probability(prior: Prior, users: Statistics, user: int, centre: Tensor) -> float:
@@ -126,12 +127,15 @@ def test_steps_make_a_mixture_more_probable() -> None:
 
 @pytest.mark.parametrize("count", [3, 4, 6])
 def test_kinds_that_there_are_are_found(count: int) -> None:
-    """As many as there are, where they are, and everybody in their own."""
+    """As many as there are, where they are, and everybody in their own: of many kinds not at every search."""
     centres = kinds(count, 6, seed=count)
     users = crowd_of(centres, 24 * count, 40, count)
-    prior = learned(users)
-    state = groups_anew(stored(prior), prior, users, torch.ones_like(users.events), spread=0.15, seek=True, seed=1)
-    assert float(state["group_mixture"]) == 1
+    prior, ones = learned(users), torch.ones(24 * count, dtype=torch.float64)
+    searches = (
+        groups_anew(stored(prior), prior, users, ones, spread=0.15, seek=True, total_events=events)
+        for events in range(2_048, 2_048 + (count > 4) * 5 + 1)
+    )
+    state = next(state for state in searches if state["group_mixture"] > 0)
     there = state["group_offset"] > NO_GROUP / 2
     assert int(there.sum()) == count
     found = Groups(state["group_pull"], state["group_offset"], state["group_share"])
@@ -150,7 +154,7 @@ def test_where_there_are_no_kinds_none_are_found(seed: int) -> None:
         users = crowd_of(kinds(1, 5), 200, 30, seed, within)
         prior = learned(users)
         weights = torch.ones_like(users.events)
-        state = groups_anew(stored(prior), prior, users, weights, spread=0.15, seek=True, seed=seed)
+        state = groups_anew(stored(prior), prior, users, weights, spread=0.15, seek=True, total_events=2_048 + seed)
         assert float(state["group_mixture"]) == 0
         assert float(state["group_share"]) == 0.15
         assert int((state["group_offset"] > NO_GROUP / 2).sum()) == 200
@@ -161,13 +165,13 @@ def test_a_mixture_is_carried_over_to_newer_samples() -> None:
     centres = kinds(3, 5, seed=7)
     before, after = crowd_of(centres, 60, 20, 8), crowd_of(centres, 60, 60, 9)
     prior, later, ones = learned(before), learned(after), torch.ones(60, dtype=torch.float64)
-    found = groups_anew(stored(prior), prior, before, ones, spread=0.15, seek=True, seed=1)
-    state = groups_anew({**prior_state(prior), **found}, later, after, ones, spread=0.15, seek=False, seed=2)
+    found = groups_anew(stored(prior), prior, before, ones, spread=0.15, seek=True, total_events=2_048)
+    state = groups_anew(stored(prior) | found, later, after, ones, spread=0.15, seek=False, total_events=2_100)
     assert float(found["group_mixture"]) == float(state["group_mixture"]) == 1
     assert int((state["group_offset"] > NO_GROUP / 2).sum()) == 3
     groups = Groups(state["group_pull"], state["group_offset"], state["group_share"])
     assert torch.cdist(groups.centres(later)[:3], centres).amin(0).max() < 0.1
-    without = groups_anew(stored(prior), later, after, ones, spread=0.15, seek=False, seed=2)
+    without = groups_anew(stored(prior), later, after, ones, spread=0.15, seek=False, total_events=2_100)
     assert float(without["group_mixture"]) == 0
     assert int((without["group_offset"] > NO_GROUP / 2).sum()) == 60
 
@@ -188,9 +192,11 @@ def test_who_does_not_teach_makes_no_kind() -> None:
     users = crowd_of(kinds(3, 5, seed=3), 90, 40, 5)
     silent = (torch.arange(90) % 3 != 2).to(torch.float64)
     prior = learned(users)
-    state = groups_anew(stored(prior), prior, users, silent, spread=0.15, seek=True, seed=1)
+    state = groups_anew(stored(prior), prior, users, silent, spread=0.15, seek=True, total_events=2_048)
     assert float(state["group_mixture"]) == 0
-    everybody = groups_anew(stored(prior), prior, users, torch.ones_like(silent), spread=0.15, seek=True, seed=1)
+    everybody = groups_anew(
+        stored(prior), prior, users, torch.ones_like(silent), spread=0.15, seek=True, total_events=2_048
+    )
     assert float(everybody["group_mixture"]) == 1
 
 
@@ -204,6 +210,36 @@ def test_more_kinds_cost_more_than_they_bring() -> None:
     worth = torch.stack([crowd.worth(mixture) for mixture in found])
     assert COUNTS[int(worth.argmax())] == 3
     assert worth[1] - worth[0] > AHEAD
+
+
+def test_kinds_that_do_not_help_make_way_for_a_while() -> None:
+    users = crowd_of(kinds(4, 5, seed=1), 60, 30, 3)
+    prior, ones = learned(users), torch.ones(60, dtype=torch.float64)
+
+    def sought(shared: State, guard: float, events: int) -> State:
+        shared = shared | {"guard": torch.tensor(guard, dtype=torch.float64)}
+        return shared | groups_anew(shared, prior, users, ones, spread=0.15, seek=True, total_events=events)
+
+    state = sought(stored(prior), 0.0, 2_000)  # the guard was about others
+    assert float(state["group_mixture"]) == 1
+    assert float(sought(state, 0.9, 2_700)["group_mixture"]) == 1
+    dropped = sought(state, 0.1, 2_700)
+    assert float(dropped["group_mixture"]) == -5_400
+    assert float(dropped["group_share"]) == 0.15
+    carried = groups_anew(dropped, prior, users, ones, spread=0.15, seek=False, total_events=2_800)
+    assert float(carried["group_mixture"]) == -5_400
+    assert float(carried["group_share"]) == 0.15
+    assert float(sought(dropped, 1.0, 5_000)["group_mixture"]) == -5_400
+    assert float(sought(dropped, 1.0, 5_400)["group_mixture"]) == 1
+
+
+def test_few_events_of_each_tell_no_kinds() -> None:
+    users = crowd_of(kinds(4, 5, seed=1), 60, 9, 3)
+    prior = learned(users)
+    state = groups_anew(
+        stored(prior), prior, users, torch.ones_like(users.events), spread=0.15, seek=True, total_events=2_048
+    )
+    assert float(state["group_mixture"]) == 0
 
 
 def test_when_kinds_are_sought() -> None:
