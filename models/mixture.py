@@ -138,10 +138,9 @@ class Crowd:
 
 def random_beliefs(count: int, users: int, generator: torch.Generator, like: Tensor) -> Tensor:
     """Beliefs [BEGINNINGS, users, count] to start from: each user leans to some kind."""
-    drawn = (
-        torch.rand(BEGINNINGS, users, count, generator=generator, dtype=torch.float64).clamp_min(1e-9).log().square()
-    )
-    return (drawn / drawn.sum(-1, keepdim=True)).to(like.device)
+    uniform = torch.rand(BEGINNINGS, users, count, generator=generator, dtype=torch.float64)
+    leaning = uniform.clamp_min(LEAST_UNIFORM).log().square()
+    return (leaning / leaning.sum(-1, keepdim=True)).to(like.device)
 
 
 def mixture_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
