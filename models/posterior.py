@@ -2,7 +2,7 @@
 
     meta-learner  a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads   trunk.py, prior.py
     user learner  an exact posterior over w_u on h(x) = [1, x, x⊗x, p(x)], and a memory of its arms  prior.py, memory.py
-    groups        kinds of users, found by who explains whose rewards                                prior.py
+    groups        kinds of users, found by who explains whose rewards                                mixture.py
     adaptation    the groups a user may belong to supply the prior of the decision                   judging.py
     score         mean + α·σ, both of the posterior
 

@@ -173,12 +173,6 @@ class Groups:
         """c_q [Q, D]."""
         return self.pull @ prior.covariance * self.share
 
-    def padded(self, most: int) -> Groups:
-        """With rows for so many, those that are none behind."""
-        missing = most - self.offset.shape[0]
-        pull = torch.cat([self.pull, self.pull.new_zeros(missing, self.pull.shape[1])])
-        return Groups(pull, torch.cat([self.offset, self.offset.new_full((missing,), NO_GROUP)]), self.share)
-
     def any(self) -> Tensor:
         """Whether there are any [] bool."""
         return self.offset.max() > NO_GROUP / 2
@@ -243,9 +237,13 @@ def prior_state(prior: Prior) -> dict[str, Tensor]:
 
 
 def groups_state(groups: Groups, most: int) -> dict[str, Tensor]:
-    """What an epoch keeps of groups: rows for so many."""
-    padded = groups.padded(most)
-    return {"group_pull": padded.pull, "group_offset": padded.offset, "group_share": padded.share}
+    """What an epoch keeps of groups: rows for so many, those that are none behind."""
+    missing = most - groups.offset.shape[0]
+    return {
+        "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, groups.pull.shape[1])]),
+        "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
+        "group_share": groups.share,
+    }
 
 
 def stored_groups(shared: Mapping[str, Array]) -> Groups | None:
