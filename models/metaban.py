@@ -24,6 +24,7 @@ from torch import Tensor
 from models.drawing import independent_draws
 from models.explaining import Agreement, Contributions, through_standardizing, through_unit, without_asker
 from models.groups import group_threshold, relative_groups
+from models.growth import doubled
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch
 from models.network import (
     Shape,
@@ -38,9 +39,6 @@ from models.network import (
 from models.normalizer import Moments, standardize, unit, winsorize
 from models.own_posterior import fitted_root, newborn_root, own_deviation
 from models.settings import MetaBanSettings
-
-#: The first epoch, and with it the first standardisation, is due at this many applied events; then at every doubling.
-FIRST_EPOCH_EVENTS = 16
 
 #: Hidden units of all the pool's networks held at once while they predict, in numbers. Blocks of this size go back to
 #: the system at once; many of a few megabytes would stay with the allocator.
@@ -274,11 +272,6 @@ class PaperLearner(MetaBanLearner):
     def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
         request = torch.zeros_like(members[:, :1].sum(-1))  # [n]
         return self.adapt_meta(outline, pool, query.own, request, members)
-
-
-def doubled(epoch_events: int, total_events: int) -> bool:
-    """Whether the events have passed a power of two, 16 or more, since the epoch."""
-    return total_events >= FIRST_EPOCH_EVENTS and total_events.bit_length() > epoch_events.bit_length()
 
 
 def sample_shares(batch: UserBatch) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ make way for the mean shift, until there are twice as many events.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self, final
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from models.arrays import inverse
+from models.growth import grown
 from models.learner import State
 from models.prior import NO_GROUP, Groups, Prior, Statistics, find_groups, groups_state, stored_prior, voices
 
@@ -145,12 +145,7 @@ def random_beliefs(count: int, users: int, generator: torch.Generator, like: Ten
 
 def mixture_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
     """Whether kinds are to be sought anew: there are so many more events than at an epoch, or inputs are others."""
-    grown = _generation(total_events) > _generation(epoch_events)
-    return total_events >= FROM_EVENTS and (refit or grown)
-
-
-def _generation(events: int) -> int:
-    return int(math.log(max(1, events)) / math.log(GROWTH))
+    return total_events >= FROM_EVENTS and (refit or grown(epoch_events, total_events, GROWTH))
 
 
 def groups_anew(

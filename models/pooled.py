@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from models.groups import union_by_request
+from models.growth import doubled
 from models.learner import Arrays, Query, Scores, State, UserBatch, newest
-from models.metaban import MetaBanLearner, doubled
+from models.metaban import MetaBanLearner
 from models.network import factor_norm, loss_gradient, output_factors
 from models.own_posterior import own_deviation
 from models.settings import MetaBanSettings

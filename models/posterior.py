@@ -28,19 +28,19 @@ from models.calibration import BINS, COLUMNS, NORMAL_REACH, judged
 from models.drawing import independent_draws, joint_draws, root
 from models.encoding import Ramps
 from models.explaining import Agreement, Contributions, without_asker
+from models.growth import doubled
 from models.head_starts import HeadStarts
 from models.inputs import ArmInputs
 from models.judging import Beliefs, believe, count_agreeing, foretold, remember, said_of
 from models.learner import Arrays, Learner, Query, Scores, State, UserBatch, newest
 from models.memory import FIRST_GAIN, kept_table, told
-from models.metaban import doubled
 from models.mixture import VOICES_MAX, groups_anew, mixture_due
 from models.offer import on_offer
 from models.plain_head import PlainHead
 from models.posterior_parts import posterior_contributions
 from models.prior import Groups, Prior, Statistics, groups_state, prior_state, stored_groups, stored_prior
 from models.settings import PosteriorSettings
-from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_state, measured_kinds, stored_kinds
+from models.teachers import GROUPS_FORESEE, Kinds, enough_users, kinds_anew, kinds_state, stored_kinds
 from models.teaching import Teaching
 from models.trunk import Trunk, TrunkState
 from models.upkeep import (
@@ -321,7 +321,7 @@ class PosteriorLearner(Learner):
             ]
         )
         weights = torch.cat([batch.weight for batch in batches]).to(users.events)  # [U]
-        prior, kinds, teaching = self._taught(derived, users, weights, total_events, refit=refit)
+        prior, kinds, teaching = self._taught(derived, users, weights, epoch_events, total_events)
         if self.settings.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
@@ -374,21 +374,23 @@ class PosteriorLearner(Learner):
         return state.state()
 
     def _taught(
-        self, derived: State, users: Statistics, weights: Tensor, total_events: int, *, refit: bool
+        self, derived: State, users: Statistics, weights: Tensor, epoch_events: int, total_events: int
     ) -> tuple[Prior, Kinds, Tensor]:
-        """The prior, kinds of users, and w_u [U] of all who teach; who does is measured when inputs change."""
+        """The prior, kinds of users, and w_u [U] of all who teach; who does is measured now and then."""
         prior, kinds = stored_prior(derived), stored_kinds(derived)
+        refit = self.refit_due(epoch_events, total_events)
         steps = EM_STEPS_REFIT if refit else EM_STEPS
         everyone = kinds.prior
         for _ in range(steps):
             everyone = everyone.improved(users, weights)
-        kinds = replace(kinds, prior=everyone)
-        if refit and self.settings.teaching:
-            kinds = measured_kinds(everyone, users, self.settings.seed + total_events)
+        kinds, guard = replace(kinds, prior=everyone), derived["guard"]
+        if self.settings.teaching:
+            seed = self.settings.seed
+            kinds = kinds_anew(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
         if not (self.settings.teaching and enough_users(users) and kinds.any_silent):
             return everyone, kinds, weights
         # Where groups foresee rewards better, users are told apart already, and learn from their own.
-        teaching = torch.where(derived["guard"] < GROUPS_FORESEE, weights * kinds.weights_of(users), weights)  # [U]
+        teaching = torch.where(guard < GROUPS_FORESEE, weights * kinds.weights_of(users), weights)  # [U]
         for _ in range(steps):
             prior = prior.improved(users, teaching)
         return prior, kinds, teaching

@@ -5,7 +5,7 @@ for them. Users are told apart into kinds by what they say of arms, and Algorith
 kind as the target, with the other kinds as sources. Since by default all of them teach, a set S is of those who are
 *silent*, and f_t(S) is −log p of the rewards of users of kind t, in nats a user, under the prior that all but S have
 taught. A kind whose silence would save the median user of the others more than γ is silenced, if that helps users who
-had no part in the choice.
+had no part in the choice and the others' rewards contradict its taste: to be different is no fault.
 
 This trusts the many, and only where groups do not tell users apart anyway (the guard λ of `models.upkeep`). Whoever is
 silenced still learns from their own rewards, but starts from what the others want.
@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from models.arrays import inverse
+from models.contradiction import contradiction, smaller_population
 from models.gem_heads import log_marginal
+from models.growth import grown
 from models.prior import HALF_VOICE_EVENTS, Prior, Statistics, matched
 from models.transfer import SubsetLosses, TransferSettings, draw_subsets, fit_surrogate
 
 #: Kinds of users.
 KINDS: Final = 8
 #: Users that are looked at, those with the most rewards; fewest of them, and fewest rewards of one.
-USERS_MAX: Final = 128
+USERS_MAX: Final = 256
 LEAST_USERS: Final = 64
-LEAST_REWARDS: Final = 3
-#: Ways to tell them apart that are tried: bad teachers in several kinds would excuse each other.
-CLUSTERINGS: Final = 4
+LEAST_REWARDS: Final = 2
 #: Rounds of Lloyd's algorithm.
 LLOYD_ROUNDS: Final = 16
 #: Kinds that are silent at once in a set.
@@ -46,6 +46,11 @@ GUARD_ERRORS: Final = 2.0
 #: missed are a group like others, and no bad teachers.
 FEW: Final = 0.45
 MISSED: Final = 0.2
+#: Standard errors from which on a taste is contradicted.
+CONTRADICTED: Final = 3.5
+#: Kinds are measured whenever inputs change, and from so many events on each time there are so many times as many.
+FROM_EVENTS: Final = 512
+GROWTH: Final = 1.3
 #: λ from which on groups tell users apart, and everybody teaches.
 GROUPS_FORESEE: Final = 0.5
 
@@ -217,8 +222,18 @@ def enough_users(users: Statistics) -> bool:
     return users.events.shape[0] >= LEAST_USERS
 
 
+def kinds_anew(
+    before: Kinds, users: Statistics, guard: Tensor, epoch_events: int, total_events: int, *, refit: bool, seed: int
+) -> Kinds:
+    """Kinds by now, of which `before` has the prior: measured, if inputs are others or there are many more events."""
+    grew = total_events >= FROM_EVENTS and grown(epoch_events, total_events, GROWTH)
+    if refit or (grew and bool(guard < GROUPS_FORESEE)):
+        return measured_kinds(before.prior, users, seed + total_events)
+    return before
+
+
 def measured_kinds(prior: Prior, everyone: Statistics, seed: int) -> Kinds:
-    """Kinds of users, and which of them teach well: of some ways to tell kinds apart, the one that saves most."""
+    """Kinds of users, and which of them teach well."""
     if not enough_users(everyone):
         return Kinds.one(prior)
     # Many small steps, for which a GPU is no help.
@@ -229,13 +244,12 @@ def measured_kinds(prior: Prior, everyone: Statistics, seed: int) -> Kinds:
         return Kinds.one(prior)
     generator = torch.Generator().manual_seed(seed)
     try:
-        found = [_measured(near, users, generator) for _ in range(CLUSTERINGS)]
+        found = _measured(near, users, generator)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Of numbers at the end of their range nothing can be told.
         return Kinds.one(prior)
-    best = max(found, key=lambda kinds: float(kinds.gain[0]) * kinds.any_silent)
     device = prior.mean.device
-    return Kinds(best.centres.to(device), best.weights.to(device), prior, best.gain.to(device))
+    return Kinds(found.centres.to(device), found.weights.to(device), prior, found.gain.to(device))
 
 
 def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Kinds:
@@ -244,7 +258,7 @@ def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Ki
     values, vectors = torch.linalg.eigh(metric(users))
     points = heads @ (vectors * values.clamp_min(0).sqrt())  # [U, D]
     voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
-    kind = cluster(points, voice, KINDS, generator)
+    kind = _kinds(smaller_population(prior, users, points, voice) > 0.5, points, voice, generator)
     member = torch.nn.functional.one_hot(kind, KINDS).double()  # [U, K]
     centres = (member * voice.unsqueeze(-1)).mT @ heads / (member.mT @ voice).unsqueeze(-1).clamp_min(1e-9)  # [K, D]
     lessons = [Lesson.of(SilenceLosses(known, prior.noise, users, kind, target), generator) for target in range(KINDS)]
@@ -254,7 +268,20 @@ def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Ki
     saved = torch.cat(parts)  # [U] at most
     missed = sum(len(part) for part in parts if part.mean() < 0) / len(saved)
     gain = torch.stack([saved.mean(), saved.std() / len(saved) ** 0.5]).nan_to_num(0.0)
-    weights = torch.ones_like(centres[:, 0])
+    silent = torch.zeros(KINDS, dtype=torch.bool)
     if missed <= MISSED and bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
-        weights = (~badly_teaching(lessons, torch.ones_like(half))).double()
-    return Kinds(centres, weights, prior, gain)
+        silent = badly_teaching(lessons, torch.ones_like(half))
+    if bool(silent.any()):
+        silent &= contradiction(prior, users, silent[kind]) > CONTRADICTED
+    return Kinds(centres, (~silent).double(), prior, gain)
+
+
+def _kinds(few: Tensor, points: Tensor, voice: Tensor, generator: torch.Generator) -> Tensor:
+    """Kinds [U] of users at points [U, c]: those of the smaller population [U] are one, the many are the others.
+
+    Bad teachers in several kinds would excuse each other: silence of one would save little beside the rest.
+    """
+    kind = torch.zeros_like(few, dtype=torch.int64)
+    many = torch.nonzero(~few).squeeze(-1)
+    kind[many] = 1 + cluster(points[many], voice[many], KINDS - 1, generator)
+    return kind

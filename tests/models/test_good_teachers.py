@@ -12,12 +12,16 @@ from models.learner import UserBatch
 from models.posterior import PosteriorLearner
 from models.prior import NO_GROUP, UNSEEN_SPREAD, UNSEEN_USERS, Prior, Statistics, find_groups, matched
 from models.teachers import (
+    FROM_EVENTS,
+    GROWTH,
     KINDS,
     LEAST_GAIN,
+    LEAST_REWARDS,
     LEAST_USERS,
     Kinds,
     SilenceLosses,
     cluster,
+    kinds_anew,
     kinds_state,
     measured_kinds,
     stored_kinds,
@@ -45,6 +49,7 @@ def with_contrary(count: int, *, seed: int = 0, honest: int = 120) -> Crowd:
     crowd.mean = np.array([0.5, 1.0, -1.0, 0.5])
     crowd.heads = crowd.mean + 0.2 * crowd.random.normal(size=crowd.heads.shape)
     crowd.heads[honest:] *= -1
+    crowd.inputs[..., 0] = 1.0
     crowd.counts[:] = 24
     crowd.reward()
     return crowd
@@ -162,6 +167,18 @@ class TestKinds:
         assert not kinds.any_silent
         assert kinds.told_apart
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_whoever_likes_more_of_everything_is_no_bad_teacher(self, seed: int) -> None:
+        """Another level makes the prior wider, so that silence would save the others something; tastes are the same."""
+        crowd = with_contrary(0, seed=seed, honest=160)
+        crowd.heads[120:, 0] += 3.0
+        crowd.reward()
+        prior, users = learned(crowd)
+        kinds = measured_kinds(prior, users, seed)
+        assert kinds.gain[0] > LEAST_GAIN
+        assert kinds.kind_of(users)[120:].unique().tolist() == [0], "told apart, as the smaller population"
+        assert not kinds.any_silent
+
     def test_nobody_is_silenced_where_there_are_no_many(self) -> None:
         """Everybody is unlike everybody else: whoever is silent saves the others something."""
         crowd = Crowd(160, 60, 12)
@@ -184,8 +201,25 @@ class TestKinds:
         assert not kinds.told_apart
         assert kinds.weights_of(users).eq(1).all()
         busy = users.rows(torch.arange(10).repeat(LEAST_USERS))
-        quiet = Statistics(busy.gram, busy.moment, busy.squares, busy.events.clamp_max(2))
+        quiet = Statistics(busy.gram, busy.moment, busy.squares, busy.events.clamp_max(LEAST_REWARDS - 1))
         assert not measured_kinds(prior, quiet, 0).told_apart, "too few rewards of each"
+
+    def test_measured_when_inputs_change_and_as_events_grow(self) -> None:
+        prior, users = learned(with_contrary(40))
+        before = Kinds.one(prior)
+
+        def measured(events: int, total: int, *, guard: float = 0.0, refit: bool = False) -> bool:
+            trusted = torch.tensor(guard, dtype=torch.float64)
+            kinds = kinds_anew(before, users, trusted, events, total, refit=refit, seed=0)
+            assert kinds.told_apart == kinds.any_silent == (kinds is not before)
+            return kinds.told_apart
+
+        later = int(4 * FROM_EVENTS * GROWTH) + 1
+        assert measured(4 * FROM_EVENTS, later)
+        assert not measured(later, later)
+        assert not measured(4 * FROM_EVENTS, later, guard=0.9), "groups tell users apart: nobody would be silent"
+        assert measured(later, later, guard=0.9, refit=True), "kinds of other inputs say nothing"
+        assert not measured(FROM_EVENTS // 2, FROM_EVENTS - 1)
 
     def test_an_epoch_keeps_them(self) -> None:
         prior, users = learned(with_contrary(40))

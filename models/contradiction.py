@@ -1,0 +1,66 @@
+"""Users who want the opposite of what the many want.
+
+Two populations of users, w ~ N(μ_k, Σ_k), are told apart by EM from everybody's statistics: where some report the
+opposite of what they like, the smaller one is theirs. That alone is no fault, any crowd can be split in two. What shows
+a bad teacher is a taste that the rewards of the others contradict.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from models.arrays import inverse
+from models.gem_heads import log_marginal
+from models.prior import Prior, Statistics, matched
+
+#: Steps of EM, for both populations and for a prior that some users teach alone.
+STEPS: Final = 10
+STEPS_ALONE: Final = 4
+#: How decidedly users are put on either side at first, in logits a standard deviation.
+FIRST_LEAN: Final = 2.0
+#: Where users do not differ there is nothing to divide by.
+LEAST_SPREAD: Final = 1e-12
+
+
+def smaller_population(prior: Prior, users: Statistics, points: Tensor, voice: Tensor) -> Tensor:
+    """How likely users, whose heads lie at points [U, c], are of the smaller one of two populations [U].
+
+    EM begins with both sides of the direction in which users, who count their voice [U], differ most.
+    """
+    apart = points - voice @ points / voice.sum()
+    directions = torch.linalg.svd(apart * voice.sqrt().unsqueeze(-1), full_matrices=False).Vh
+    side = apart @ directions[0]  # [U]
+    side = side / (voice @ side.square() / voice.sum()).sqrt().clamp_min(LEAST_SPREAD)
+    belief = torch.stack([side, -side]).mul(FIRST_LEAN).sigmoid()  # [2, U]
+    mean, precision = prior.mean.expand(2, -1), prior.precision.expand(2, -1, -1)
+    for _ in range(STEPS):
+        share = belief.mean(-1, keepdim=True)  # [2, 1]
+        covariance = inverse(users.gram / prior.noise + precision.unsqueeze(1))  # [2, U, D, D]
+        natural = users.moment / prior.noise + (precision @ mean.unsqueeze(-1)).mT  # [2, U, D]
+        heads = (covariance @ natural.unsqueeze(-1)).squeeze(-1)  # [2, U, D]
+        moments = [matched(belief[each : each + 1], heads[each], covariance[each], prior.noise) for each in (0, 1)]
+        mean = torch.cat([centre for centre, _ in moments])  # [2, D]
+        precision = inverse(torch.cat([spread for _, spread in moments]))  # [2, D, D]
+        belief = (log_marginal(mean, precision, prior.noise, users) + share.log()).softmax(0)
+    return belief[belief.sum(-1).argmin()]
+
+
+def contradiction(prior: Prior, users: Statistics, some: Tensor) -> Tensor:
+    """By how many standard errors rewards of the others fall where the taste of some users [U] has them rise [].
+
+    Taste is the mean of the prior that these would teach alone, but for its constant; rewards are held against their
+    user's mean, since whoever likes more of everything contradicts nobody.
+    """
+    alone = prior
+    for _ in range(STEPS_ALONE):
+        alone = alone.improved(users, some.to(prior.mean))
+    others = users.rows(torch.nonzero(~some).squeeze(-1))
+    level = others.moment[:, :1] / others.events.clamp_min(1).unsqueeze(-1)  # [u, 1], mean reward
+    together = others.moment - others.gram[:, 0] * level  # [u, D], Σ(h − h̄)(r − r̄)
+    rise = together[:, 1:] @ alone.mean[1:]  # [u]
+    error = (rise.std() / len(rise) ** 0.5).clamp_min(LEAST_SPREAD)
+    errors: Tensor = -rise.mean() / error
+    return errors
