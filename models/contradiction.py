@@ -1,8 +1,9 @@
-"""Users who want the opposite of what the many want.
+"""Users who want the opposite of what everybody wants on the whole.
 
 Two populations of users, w ~ N(μ_k, Σ_k), are told apart by EM from everybody's statistics: where some report the
-opposite of what they like, the smaller one is theirs. That alone is no fault, any crowd can be split in two. What shows
-a bad teacher is a taste that the rewards of the others contradict.
+opposite of what they like, the smaller one is theirs. That alone is no fault, any crowd can be split in two, and both
+parts will contradict each other. What shows a bad teacher is a taste that goes against what all users together, these
+among them, were rewarded for. Where tastes merely spread there is no such whole to go against.
 """
 
 from __future__ import annotations
@@ -49,18 +50,17 @@ def smaller_population(prior: Prior, users: Statistics, points: Tensor, voice: T
 
 
 def contradiction(prior: Prior, users: Statistics, some: Tensor) -> Tensor:
-    """By how many standard errors rewards of the others fall where the taste of some users [U] has them rise [].
+    """By how many standard errors everybody's rewards fall where the taste of some users [U] bool has them rise [].
 
-    Taste is the mean of the prior that these would teach alone, but for its constant; rewards are held against their
-    user's mean, since whoever likes more of everything contradicts nobody.
+    Taste is the mean of the prior that these would teach alone, but for its constant. Rewards are held against their
+    user's mean, since whoever likes more of everything contradicts nobody, and users count once, however active.
     """
-    alone = prior
+    alone, theirs = prior, users.rows(torch.nonzero(some).squeeze(-1))
     for _ in range(STEPS_ALONE):
-        alone = alone.improved(users, some.to(prior.mean))
-    others = users.rows(torch.nonzero(~some).squeeze(-1))
-    level = others.moment[:, :1] / others.events.clamp_min(1).unsqueeze(-1)  # [u, 1], mean reward
-    together = others.moment - others.gram[:, 0] * level  # [u, D], Σ(h − h̄)(r − r̄)
-    rise = together[:, 1:] @ alone.mean[1:]  # [u]
+        alone = alone.improved(theirs)
+    events = users.events.unsqueeze(-1)
+    together = users.moment - users.gram[:, 0] * users.moment[:, :1] / events  # [U, D], Σ(h − h̄)(r − r̄)
+    rise = (together / events)[:, 1:] @ alone.mean[1:]  # [U]
     error = (rise.std() / len(rise) ** 0.5).clamp_min(LEAST_SPREAD)
     errors: Tensor = -rise.mean() / error
     return errors

@@ -7,6 +7,8 @@ from typing import Final
 
 #: Applied events from which on doublings count.
 FIRST_EPOCH_EVENTS: Final = 16
+#: What a quotient of logarithms may be too small by.
+ROUNDING: Final = 1e-9
 
 
 def doubled(epoch_events: int, total_events: int) -> bool:
@@ -20,4 +22,4 @@ def grown(epoch_events: int, total_events: int, growth: float) -> bool:
 
 
 def _powers(events: int, growth: float) -> int:
-    return int(math.log(max(1, events)) / math.log(growth))
+    return int(math.log(max(1, events)) / math.log(growth) + ROUNDING)

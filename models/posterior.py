@@ -321,7 +321,7 @@ class PosteriorLearner(Learner):
             ]
         )
         weights = torch.cat([batch.weight for batch in batches]).to(users.events)  # [U]
-        prior, kinds, teaching = self._taught(derived, users, weights, epoch_events, total_events)
+        prior, kinds, teaching = self._taught(derived, users, weights, epoch_events, total_events, refit=refit)
         if self.settings.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
@@ -374,11 +374,10 @@ class PosteriorLearner(Learner):
         return state.state()
 
     def _taught(
-        self, derived: State, users: Statistics, weights: Tensor, epoch_events: int, total_events: int
+        self, derived: State, users: Statistics, weights: Tensor, epoch_events: int, total_events: int, *, refit: bool
     ) -> tuple[Prior, Kinds, Tensor]:
         """The prior, kinds of users, and w_u [U] of all who teach; who does is measured now and then."""
         prior, kinds = stored_prior(derived), stored_kinds(derived)
-        refit = self.refit_due(epoch_events, total_events)
         steps = EM_STEPS_REFIT if refit else EM_STEPS
         everyone = kinds.prior
         for _ in range(steps):

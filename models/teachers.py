@@ -5,7 +5,7 @@ for them. Users are told apart into kinds by what they say of arms, and Algorith
 kind as the target, with the other kinds as sources. Since by default all of them teach, a set S is of those who are
 *silent*, and f_t(S) is −log p of the rewards of users of kind t, in nats a user, under the prior that all but S have
 taught. A kind whose silence would save the median user of the others more than γ is silenced, if that helps users who
-had no part in the choice and the others' rewards contradict its taste: to be different is no fault.
+had no part in the choice and its taste goes against what everybody likes on the whole: to be different is no fault.
 
 This trusts the many, and only where groups do not tell users apart anyway (the guard λ of `models.upkeep`). Whoever is
 silenced still learns from their own rewards, but starts from what the others want.
@@ -13,8 +13,10 @@ silenced still learns from their own rewards, but starts from what the others wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, final
 
 import torch
@@ -29,7 +31,7 @@ from models.transfer import SubsetLosses, TransferSettings, draw_subsets, fit_su
 
 #: Kinds of users.
 KINDS: Final = 8
-#: Users that are looked at, those with the most rewards; fewest of them, and fewest rewards of one.
+#: Users that are looked at, fewest of them, and fewest rewards of one.
 USERS_MAX: Final = 256
 LEAST_USERS: Final = 64
 LEAST_REWARDS: Final = 2
@@ -46,8 +48,8 @@ GUARD_ERRORS: Final = 2.0
 #: missed are a group like others, and no bad teachers.
 FEW: Final = 0.45
 MISSED: Final = 0.2
-#: Standard errors from which on a taste is contradicted.
-CONTRADICTED: Final = 3.5
+#: Standard errors from which on a taste goes against everybody's.
+CONTRADICTED: Final = 3.0
 #: Kinds are measured whenever inputs change, and from so many events on each time there are so many times as many.
 FROM_EVENTS: Final = 512
 GROWTH: Final = 1.3
@@ -190,8 +192,8 @@ class Lesson:
         return cost
 
 
-def badly_teaching(lessons: Sequence[Lesson], choosing: Tensor) -> Tensor:
-    """Kinds [K] that cost the median user of the others more than γ, as some of the users say [U].
+def badly_teaching(lessons: Sequence[Lesson], contrary: Tensor, choosing: Tensor) -> Tensor:
+    """Of contrary kinds [K] those that cost the median user of the others more than γ, as some of the users say [U].
 
     Nobody, if nearly half of the users or more would be silenced: then there are no many to trust.
     """
@@ -199,6 +201,7 @@ def badly_teaching(lessons: Sequence[Lesson], choosing: Tensor) -> Tensor:
     size = torch.stack([choosing[lesson.losses.pupils].sum() for lesson in lessons]).double()  # [K]
     others = 1 - torch.eye(KINDS, dtype=torch.float64)
     found = torch.stack([_median(cost[:, each], size * others[each]) for each in range(KINDS)]) > WORST
+    found &= contrary
     return found & (size[found].sum() < FEW * size.sum())
 
 
@@ -238,8 +241,8 @@ def measured_kinds(prior: Prior, everyone: Statistics, seed: int) -> Kinds:
         return Kinds.one(prior)
     # Many small steps, for which a GPU is no help.
     near, heard = prior.cpu(), everyone.cpu()
-    chosen = heard.events.argsort(descending=True, stable=True)[:USERS_MAX]
-    users = heard.rows(chosen[heard.events[chosen] >= LEAST_REWARDS])
+    # Not those with the most rewards: who sends most of them is not the many. Epochs list users by a hash.
+    users = heard.rows(torch.nonzero(heard.events >= LEAST_REWARDS).squeeze(-1)[:USERS_MAX])
     if not enough_users(users):
         return Kinds.one(prior)
     generator = torch.Generator().manual_seed(seed)
@@ -248,6 +251,8 @@ def measured_kinds(prior: Prior, everyone: Statistics, seed: int) -> Kinds:
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Of numbers at the end of their range nothing can be told.
         return Kinds.one(prior)
+    if (found.weights_of(heard) < 1).double().mean() >= FEW:
+        found = replace(found, weights=torch.ones_like(found.weights))
     device = prior.mean.device
     return Kinds(found.centres.to(device), found.weights.to(device), prior, found.gain.to(device))
 
@@ -256,24 +261,37 @@ def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Ki
     known = prior.posterior(users.gram, users.moment)
     heads = known[0]  # [U, D]
     values, vectors = torch.linalg.eigh(metric(users))
-    points = heads @ (vectors * values.clamp_min(0).sqrt())  # [U, D]
-    voice = users.events / (users.events + HALF_VOICE_EVENTS)  # [U]
-    kind = _kinds(smaller_population(prior, users, points, voice) > 0.5, points, voice, generator)
+    root = vectors * values.clamp_min(0).sqrt()  # [D, D]
+    points, voice = heads @ root, users.events / (users.events + HALF_VOICE_EVENTS)  # [U, D], [U]
+    # Users may differ most in how much they like anything at all, which would hide whose tastes are contrary.
+    tastes = heads[:, 1:] @ root[1:]
+    splits = [smaller_population(prior, users, each, voice) > 0.5 for each in (points, tastes)]
+    kind = _kinds(max(splits, key=partial(_against, prior, users)), points, voice, generator)
     member = torch.nn.functional.one_hot(kind, KINDS).double()  # [U, K]
     centres = (member * voice.unsqueeze(-1)).mT @ heads / (member.mT @ voice).unsqueeze(-1).clamp_min(1e-9)  # [K, D]
+    kinds = Kinds(centres, torch.ones_like(centres[:, 0]), prior, torch.zeros_like(prior.mean[:2]))
+    contrary = torch.tensor([_against(prior, users, kind == each) > CONTRADICTED for each in range(KINDS)])
+    if not bool(contrary.any()):
+        return kinds
     lessons = [Lesson.of(SilenceLosses(known, prior.noise, users, kind, target), generator) for target in range(KINDS)]
     # Each half of the users, of each kind as many, judges what the other half chose.
     half = ((member.cumsum(0) * member).sum(-1) % 2).bool()  # [U]
-    parts = [part for judges in (half, ~half) for part in _saved(lessons, badly_teaching(lessons, judges), ~judges)]
+    parts = [
+        part
+        for choosing in (half, ~half)
+        for part in _saved(lessons, badly_teaching(lessons, contrary, choosing), ~choosing)
+    ]
     saved = torch.cat(parts)  # [U] at most
     missed = sum(len(part) for part in parts if part.mean() < 0) / len(saved)
     gain = torch.stack([saved.mean(), saved.std() / len(saved) ** 0.5]).nan_to_num(0.0)
-    silent = torch.zeros(KINDS, dtype=torch.bool)
     if missed <= MISSED and bool(gain[0] > torch.clamp(GUARD_ERRORS * gain[1], min=LEAST_GAIN)):
-        silent = badly_teaching(lessons, torch.ones_like(half))
-    if bool(silent.any()):
-        silent &= contradiction(prior, users, silent[kind]) > CONTRADICTED
-    return Kinds(centres, (~silent).double(), prior, gain)
+        kinds = replace(kinds, weights=(~badly_teaching(lessons, contrary, torch.ones_like(half))).double())
+    return replace(kinds, gain=gain)
+
+
+def _against(prior: Prior, users: Statistics, some: Tensor) -> float:
+    """How far the taste of some users [U] bool goes against everybody's, in standard errors."""
+    return float(contradiction(prior, users, some)) if bool(some.any()) else -math.inf
 
 
 def _kinds(few: Tensor, points: Tensor, voice: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,6 +18,7 @@ from models.teachers import (
     LEAST_GAIN,
     LEAST_REWARDS,
     LEAST_USERS,
+    USERS_MAX,
     Kinds,
     SilenceLosses,
     cluster,
@@ -174,10 +175,37 @@ class TestKinds:
         crowd.heads[120:, 0] += 3.0
         crowd.reward()
         prior, users = learned(crowd)
-        kinds = measured_kinds(prior, users, seed)
-        assert kinds.gain[0] > LEAST_GAIN
-        assert kinds.kind_of(users)[120:].unique().tolist() == [0], "told apart, as the smaller population"
-        assert not kinds.any_silent
+        assert not measured_kinds(prior, users, seed).any_silent
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_liars_are_silenced_and_not_those_who_differ_otherwise(self, seed: int) -> None:
+        crowd = with_contrary(40, seed=seed)
+        crowd.heads[90:120, 0] += 3.0
+        crowd.reward()
+        prior, users = learned(crowd)
+        weights = measured_kinds(prior, users, seed).weights_of(users)
+        assert weights[:120].mean() > 0.95
+        assert weights[120:].mean() < 0.05
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_nobody_is_silenced_where_tastes_spread(self, seed: int) -> None:
+        """One population, most of whose differences lie in one direction: each side of it contradicts the other."""
+        crowd = with_contrary(0, seed=seed, honest=160)
+        crowd.heads = crowd.random.normal(size=crowd.heads.shape) * np.array([0.1, 1.0, 0.1, 0.1])
+        crowd.reward()
+        prior, users = learned(crowd)
+        assert not measured_kinds(prior, users, seed).any_silent
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_who_sends_most_rewards_is_not_the_many(self, seed: int) -> None:
+        """Liars are few, but nine in ten of the most active users."""
+        crowd = with_contrary(USERS_MAX - 30, seed=seed, honest=4 * USERS_MAX)
+        crowd.counts[: 4 * USERS_MAX - 30] = 4
+        prior, users = learned(crowd)
+        order = torch.randperm(len(crowd.counts), generator=torch.Generator().manual_seed(seed))
+        weights = measured_kinds(prior, users.rows(order), seed).weights_of(users)
+        assert weights[: 4 * USERS_MAX].mean() > 0.95
+        assert weights[4 * USERS_MAX :].mean() < 0.05
 
     def test_nobody_is_silenced_where_there_are_no_many(self) -> None:
         """Everybody is unlike everybody else: whoever is silent saves the others something."""
@@ -262,16 +290,18 @@ class TestLearner:
         """Unless groups tell users apart, or it is not wanted: then all is as if nobody had looked."""
         batch = believers(36)
 
-        def prior_of(guard: float, **changes: bool) -> Tensor:
+        def prior_of(guard: float, *, since: int = 1_000, **changes: bool) -> Tensor:
             learner = PosteriorLearner(small(groups=False, trunk=False, memory=False, **changes), 2)
             shared = learner.initial_shared() | {"guard": torch.tensor(guard, dtype=torch.float64)}
-            derived = learner.derive(shared, [batch], 1_000, 120 * 16)
+            derived = learner.derive(shared, [batch], since, 120 * 16)
             assert all(bool(tensor.isfinite().all()) for tensor in derived.values())
             return derived["prior_covariance"][:2, :2]  # of the level, and of the first input
 
         careful, everybody = prior_of(0.0), prior_of(0.0, teaching=False)
         assert careful.trace() < 0.1 * everybody.trace(), "a prior that need not allow for the opposite"
         torch.testing.assert_close(prior_of(1.0), everybody)
+        # 1,400 events before no doubling is due, but a look at who teaches; 1,800 before, neither.
+        assert prior_of(0.0, since=1_400).trace() < 0.5 * prior_of(0.0, since=1_800).trace()
 
     def test_says_who_teaches_once_kinds_are_told_apart(self) -> None:
         learner = PosteriorLearner(small(), 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from models.growth import FIRST_EPOCH_EVENTS, doubled, grown
@@ -15,12 +17,11 @@ def test_doubled_once_for_each_power_of_two() -> None:
     assert not doubled(40, 40)
 
 
-@pytest.mark.parametrize("growth", [1.3, 2.5])
+@pytest.mark.parametrize("growth", [1.3, 2.5, 3.0, 10.0])
 def test_grown_once_for_each_power(growth: float) -> None:
     due = [total for total in range(2, 5_000) if grown(total - 1, total, growth)]
-    powers = {growth**power for power in range(1, 40) if growth**power < 4_999}
-    assert all(any(power <= total < power + 1 for power in powers) for total in due)
-    assert len(due) == len({int(-(-power // 1)) for power in powers if power > 1})
+    powers = [growth**power for power in range(1, 40) if growth**power < 4_999]
+    assert due == sorted({math.ceil(power) for power in powers})
     assert grown(100, int(100 * growth * growth) + 1, growth), "however many powers were passed at once"
     assert not grown(100, 100, growth)
     assert not grown(0, 0, growth)
