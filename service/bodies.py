@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, final
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
+from service.examples import SENCHA, THIRD_ORDERS, TRANSFER_EXAMPLES
 from service.schemas import FeaturesIn, Identifier, RequestModel
 from store.transfer import SOURCES_MAX, SOURCES_MIN
 
@@ -26,25 +27,7 @@ MetricName: TypeAlias = Literal[
 class RecommendBatch(RequestModel):
     """Many requests at once."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "requests": [
-                        {
-                            "user_id": "u-42",
-                            "arms": [
-                                {"id": "espresso", "features": {"price": 2.4, "kind": "coffee"}},
-                                {"id": "sencha", "features": {"price": 3.1, "kind": "tea"}},
-                            ],
-                            "decision_id": "order-1001",
-                        },
-                        {"user_id": "u-43", "arm_ids": ["espresso", "mocha"]},
-                    ]
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [THIRD_ORDERS]})
 
     # Each is validated by itself: what is wrong with one is no matter of the others.
     requests: list[Annotated[Any, WithJsonSchema({"$ref": "#/components/schemas/RecommendRequest"})]] = Field(
@@ -57,11 +40,7 @@ class GroupRequest(RequestModel):
     """Who agrees with this user on such an arm?"""
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"user_id": "u-42", "features": {"price": 3.1, "kind": "tea"}, "context": {"hour": 8}, "limit": 10}
-            ]
-        }
+        json_schema_extra={"examples": [{"user_id": "ada", "features": SENCHA["features"], "limit": 10}]}
     )
 
     user_id: Identifier = Field(description="Who it is about; a user never seen is answered as a new one.")
@@ -75,12 +54,7 @@ class TransferRequest(RequestModel):
     """Who helps this target?"""
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"user_id": "u-42", "sources": ["u-7", "u-8", "u-9", "u-12"], "metric": "cross-entropy"},
-                {"cluster": 3, "metric": "worst-group-accuracy"},
-            ]
-        }
+        json_schema_extra={"examples": [example["value"] for example in TRANSFER_EXAMPLES.values()]}
     )
 
     user_id: Identifier | None = Field(default=None, description="The target: a user. Or `cluster`.")

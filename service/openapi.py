@@ -27,6 +27,10 @@ that user, for users who agree with them, and for users never seen.
 1. `POST /recommend` with the user and the arms there are; show the first item of the answer.
 2. `POST /feedback` with the `decision_id` of the answer and a reward, between 0 and 1 unless another range is set.
 
+The examples of the calls are one story, and each can be sent to a new service after the ones before it: the arms of
+`POST /admin/arms`, `POST /recommend`, its batch, `POST /feedback`, and then the rest. An example that needs more, such
+as a namespace of its own, says so.
+
 Errors are problem documents (RFC 9457); `instance` is the request id to look for in the logs.
 """
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from service.examples import FIRST_ORDER, FROM_CATALOGUE, SECOND_ORDER, SENCHA
 from service.schemas_explaining import ExplanationOut
 
 #: Larger numbers overflow float32 as soon as they are squared or summed.
@@ -87,9 +88,9 @@ class RequestModel(BaseModel):
 class ArmIn(RequestModel):
     """One arm to choose from."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"id": "article-17", "features": [0.2, 0.9, 0.1]}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [SENCHA]})
 
-    id: Identifier = Field(description="Names the arm in the answer and in its rewards.", examples=["article-17"])
+    id: Identifier = Field(description="Names the arm in the answer and in its rewards.", examples=["sencha"])
     features: FeaturesIn = Field(
         description="What is known about the arm: the same number of numbers in every arm, or an object of named "
         "values, which are hashed."
@@ -100,7 +101,7 @@ class ArmIn(RequestModel):
 class ArmFeaturesIn(RequestModel):
     """What is known about an arm that the path names."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"features": [0.2, 0.9, 0.1]}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"features": SENCHA["features"]}]})
 
     features: FeaturesIn
 
@@ -119,32 +120,7 @@ class ArmLine(RequestModel):
 class RecommendRequest(RequestModel):
     """Which of these arms for this user?"""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "user_id": "u-42",
-                    "arms": [
-                        {"id": "article-17", "features": [0.2, 0.9, 0.1]},
-                        {"id": "article-23", "features": [0.7, 0.1, 0.4]},
-                    ],
-                },
-                {
-                    "user_id": "u-42",
-                    "arms": [
-                        {"id": "espresso", "features": {"price": 2.4, "kind": "coffee", "vegan": True}},
-                        {"id": "croissant", "features": {"price": 1.9, "kind": "pastry", "vegan": False}},
-                        {"id": "sencha", "features": {"price": 3.1, "kind": "tea", "vegan": True}},
-                    ],
-                    "k": 2,
-                    "context": {"hour": 8, "weather": "rain"},
-                    "user_features": {"country": "NL", "member": True},
-                    "decision_id": "order-1001",
-                },
-                {"user_id": "u-42", "exclude": ["article-17"], "k": 3},
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [FIRST_ORDER, SECOND_ORDER, FROM_CATALOGUE]})
 
     user_id: Identifier = Field(description="Who it is for; a user never seen before is welcome.")
     arms: Annotated[list[ArmIn], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -163,7 +139,10 @@ class RecommendRequest(RequestModel):
         description="How many arms to choose: no more than are left of `arms`; of the catalogue as many as there are.",
     )
     context: FeaturesIn | None = Field(
-        default=None, description="What is known about the moment, the same for all arms."
+        default=None,
+        description="What is known about the moment, the same for all arms: with every request of a namespace or with "
+        "none, as the first did.",
+        examples=[{"hour": 8, "weather": "rain"}],
     )
     user_features: FeaturesIn | None = Field(
         default=None,
@@ -212,7 +191,7 @@ class ItemOut(BaseModel):
 
 
 DECISION_EXAMPLE: Final[dict[str, Any]] = {
-    "decision_id": "order-1001",
+    "decision_id": "first-order",
     "items": [
         {
             "arm_id": "sencha",
@@ -277,21 +256,6 @@ class RewardBatch(RequestModel):
     """Many rewards at once; each is accepted or rejected by itself."""
 
     events: Annotated[list[RewardIn], FailFast()] = Field(min_length=1, max_length=MAX_EVENTS)
-
-
-#: What POST /feedback takes.
-FEEDBACK_EXAMPLES: Final[dict[str, dict[str, Any]]] = {
-    "one": {"summary": "One reward", "value": {"decision_id": "order-1001", "arm_id": "sencha", "reward": 1}},
-    "many": {
-        "summary": "Many rewards",
-        "value": {
-            "events": [
-                {"decision_id": "order-1001", "arm_id": "sencha", "reward": 1, "event_id": "click-7"},
-                {"decision_id": "order-1002", "reward": 0},
-            ]
-        },
-    },
-}
 
 
 @final

@@ -25,6 +25,7 @@ from service.errors import (
     UnsupportedMedia,
     VersionConflict,
 )
+from service.examples import ARM_EXAMPLES, MENU_LINES, SENCHA
 from service.intake import catalogue_arm, parse_json, read_body
 from service.limits import IMPORT_PATH
 from service.openapi import json_body, problem_responses
@@ -39,11 +40,11 @@ PAGE_ARMS_MAX: Final = 200
 NDJSON: Final = "application/x-ndjson"
 NDJSON_MEDIA: Final = re.compile(r"\s*application/(?:x-)?ndjson\s*(?:;.*)?", re.IGNORECASE | re.DOTALL)
 ETAG: Final = re.compile(r'"?([0-9]{1,15})"?')
-LINES: Final = {"schema": {"type": "string"}, "example": '{"id":"article-17","features":[0.2,0.9,0.1]}\n'}
+LINES: Final = {"schema": {"type": "string"}, "example": MENU_LINES}
 
 router = APIRouter(prefix="/admin/arms", tags=["arms"])
 
-ArmId = Annotated[Identifier, Path(description="Percent-encoded where a URL needs it.", examples=["article-17"])]
+ArmId = Annotated[Identifier, Path(description="Percent-encoded where a URL needs it.", examples=[SENCHA["id"]])]
 Version = Annotated[
     int | None,
     Query(ge=0, le=10**15, description="The version that the arm must have, 0 for none; `If-Match` says the same."),
@@ -51,8 +52,7 @@ Version = Annotated[
 IfMatch = Annotated[str | None, Header(description="The version that the arm must have, as ETag told it.")]
 
 ARM_EXAMPLE: Final[dict[str, Any]] = {
-    "id": "article-17",
-    "features": [0.2, 0.9, 0.1],
+    **SENCHA,
     "version": 3,
     "updated_ms": 1772344800000,
 }
@@ -89,7 +89,7 @@ class ArmsOut(BaseModel):
 class ArmRemovedOut(BaseModel):
     """An arm was taken out of the catalogue."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"id": "article-17", "version": 4}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"id": SENCHA["id"], "version": 4}]})
 
     id: str
     version: int = Field(description="Added again, the arm has a higher one.")
@@ -116,7 +116,7 @@ async def show(
     summary="Add an arm",
     status_code=201,
     response_model=ArmOut,
-    openapi_extra=json_body(ArmIn),
+    openapi_extra=json_body(ArmIn, examples=ARM_EXAMPLES),
     responses=problem_responses(
         MalformedBody,
         Unauthorized,

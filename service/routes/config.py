@@ -40,7 +40,7 @@ class ConfigPatch(RequestModel):
     """What to change; null gives a setting back to the deployment."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"epsilon": 0.05}, {"serving": "baseline", "baseline": ["a", "b"]}]}
+        json_schema_extra={"examples": [{"epsilon": 0.05}, {"serving": "baseline", "baseline": ["espresso", "sencha"]}]}
     )
 
     alpha: float | None = Field(default=None, ge=0, le=1e6, allow_inf_nan=False)

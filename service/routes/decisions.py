@@ -20,7 +20,7 @@ class ActivationOut(BaseModel):
     """A decision that counts."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"decision_id": "order-1001", "activated_ms": 1_772_344_800_000}]}
+        json_schema_extra={"examples": [{"decision_id": "first-order", "activated_ms": 1_772_344_800_000}]}
     )
 
     decision_id: str
@@ -33,7 +33,8 @@ class ActivationOut(BaseModel):
     responses=problem_responses(Unauthorized, UnknownDecision, InvalidInput, Unavailable),
 )
 async def activate(
-    engine: ClientEngine, decision_id: Annotated[DecisionId, Path(description="As the recommendation said.")]
+    engine: ClientEngine,
+    decision_id: Annotated[DecisionId, Path(description="As the recommendation said.", examples=["first-order"])],
 ) -> ActivationOut:
     """Say that the choice of a decision made with `deferred` was shown: it takes rewards from now on.
 

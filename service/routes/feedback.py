@@ -22,10 +22,10 @@ from service.errors import (
     UnsupportedMedia,
     UserReset,
 )
+from service.examples import FEEDBACK_EXAMPLES
 from service.intake import parse_json, read_body, reward_commands
 from service.openapi import json_body, problem_responses
 from service.schemas import (
-    FEEDBACK_EXAMPLES,
     IDEMPOTENCY_KEY_PATTERN,
     FeedbackResponse,
     RejectionOut,

@@ -54,8 +54,8 @@ class GroupOut(BaseModel):
                     "users": 512,
                     "sampled": False,
                     "members": [
-                        {"user_id": "u-42", "prediction": 0.41, "distance": 0.0, "events": 31},
-                        {"user_id": "u-7", "prediction": 0.44, "distance": 0.03, "events": 12},
+                        {"user_id": "ada", "prediction": 0.41, "distance": 0.0, "events": 31},
+                        {"user_id": "ben", "prediction": 0.44, "distance": 0.03, "events": 12},
                     ],
                     "members_total": 2,
                     "model_version": 7,

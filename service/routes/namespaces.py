@@ -22,6 +22,7 @@ from service.errors import (
     Unavailable,
     UnsupportedMedia,
 )
+from service.examples import NEWS, SHOP
 from service.intake import body_as, parse_json, read_body
 from service.openapi import json_body, problem_responses
 from service.problems import unusable_settings
@@ -42,9 +43,7 @@ Preset = Literal["default", "paper", "pooled"]
 class NewNamespace(RequestModel):
     """A recommender to be; what is left out is as in the deployment's settings."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"name": "shop"}, {"name": "news", "arm_features": 12, "context_features": 4}]}
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [SHOP, NEWS]})
 
     name: str = Field(pattern=f"^{NAMESPACE_PATTERN.pattern}$", description="Lower-case letters, digits, _ and -.")
     preset: Preset | None = Field(default=None, description="The learner.")

@@ -21,6 +21,7 @@ from service.errors import (
     UnsupportedMedia,
     VersionNotReached,
 )
+from service.examples import RECOMMEND_EXAMPLES
 from service.intake import parse_json, read_body, recommend_command
 from service.openapi import json_body, problem_responses
 from service.schemas import ItemOut, RecommendRequest, RecommendResponse
@@ -35,7 +36,7 @@ router = APIRouter(tags=["recommendations"])
     "/recommend",
     summary="Choose arms for a user",
     response_model=RecommendResponse,
-    openapi_extra=json_body(RecommendRequest),
+    openapi_extra=json_body(RecommendRequest, examples=RECOMMEND_EXAMPLES),
     responses=problem_responses(
         MalformedBody,
         Unauthorized,

@@ -27,6 +27,8 @@ router = APIRouter(tags=["recommendations"])
 
 #: Requests of a batch that are under way at once: each may hold the inputs of a whole catalogue.
 AT_ONCE: Final = 16
+#: What a decision is called that was asked for without an id.
+MADE_UP_ID: Final = "5b0f3d8a6c2e4e719a4c1f0d2b7e6a93"
 
 
 @final
@@ -47,7 +49,13 @@ class RecommendBatchResponse(BaseModel):
             "examples": [
                 {
                     "results": [
-                        {"status": 200, "decision": DECISION_EXAMPLE},
+                        {"status": 200, "decision": {**DECISION_EXAMPLE, "decision_id": "third-order"}},
+                        {"status": 200, "decision": {**DECISION_EXAMPLE, "decision_id": MADE_UP_ID}},
+                    ]
+                },
+                {
+                    "results": [
+                        {"status": 200, "decision": {**DECISION_EXAMPLE, "decision_id": "third-order"}},
                         {
                             "status": 422,
                             "problem": {
@@ -65,7 +73,7 @@ class RecommendBatchResponse(BaseModel):
                             },
                         },
                     ]
-                }
+                },
             ]
         }
     )

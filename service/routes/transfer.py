@@ -22,6 +22,7 @@ from service.errors import (
     Unavailable,
     UnsupportedMedia,
 )
+from service.examples import TRANSFER_EXAMPLES
 from service.intake import body_as, parse_json, read_body
 from service.openapi import json_body, problem_responses
 from store.transfer import TransferJob, TransferQuestion
@@ -37,10 +38,10 @@ JOB_EXAMPLE: Final[dict[str, Any]] = {
     "started_ms": 1772344800900,
     "finished_ms": None,
     "reason": None,
-    "request": {"user_id": "u-42", "cluster": None, "sources": ["u-7", "u-8"], "metric": "cross-entropy"},
+    "request": {"user_id": "ada", "cluster": None, "sources": ["ben", "cleo"], "metric": "cross-entropy"},
 }
 RESULT_EXAMPLE: Final[dict[str, Any]] = {
-    "target": {"user_id": "u-42", "cluster": None, "users": 1, "events": 180},
+    "target": {"user_id": "ada", "cluster": None, "users": 1, "events": 180},
     "metric": "cross-entropy",
     "losses": {"alone": 0.412, "everything": 0.398, "selected": 0.351},
     "predicted_gain": 0.066,
@@ -52,7 +53,7 @@ RESULT_EXAMPLE: Final[dict[str, Any]] = {
     "surrogate": {"error": 0.0001, "variance": 0.0021},
     "sources": [
         {
-            "user_id": "u-8",
+            "user_id": "cleo",
             "cluster": None,
             "users": 1,
             "events": 200,
@@ -64,7 +65,7 @@ RESULT_EXAMPLE: Final[dict[str, Any]] = {
             "gain": 0.07,
         },
         {
-            "user_id": "u-7",
+            "user_id": "ben",
             "cluster": None,
             "users": 1,
             "events": 95,
@@ -236,7 +237,7 @@ class TransferOut(BaseModel):
     summary="Which users help a target?",
     status_code=202,
     response_model=TransferJobOut,
-    openapi_extra=json_body(TransferRequest),
+    openapi_extra=json_body(TransferRequest, examples=TRANSFER_EXAMPLES),
     responses=problem_responses(
         MalformedBody,
         Unauthorized,

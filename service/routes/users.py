@@ -18,7 +18,10 @@ EVENTS_MAX: Final = 100
 
 router = APIRouter(prefix="/admin/users", tags=["users"])
 
-UserId = Annotated[Identifier, Path(description="As in POST /recommend; percent-encoded where a URL needs it.")]
+UserId = Annotated[
+    Identifier,
+    Path(description="As in POST /recommend; percent-encoded where a URL needs it.", examples=["ada"]),
+]
 
 
 @final
@@ -90,7 +93,7 @@ class UserOut(BaseModel):
         json_schema_extra={
             "examples": [
                 {
-                    "user_id": "u-42",
+                    "user_id": "ada",
                     "incarnation": 0,
                     "version": 31,
                     "epoch": 7,
@@ -102,7 +105,7 @@ class UserOut(BaseModel):
                         "fusion_version": 3,
                         "trust": 0.58,
                         "created_ms": 1767200000000,
-                        "nearest": [{"user_id": "u-7", "distance": 0.12}, {"user_id": None, "distance": 0.4}],
+                        "nearest": [{"user_id": "ben", "distance": 0.12}, {"user_id": None, "distance": 0.4}],
                     },
                     "profile": {"country": "NL", "member": True},
                     "events": [
@@ -114,7 +117,7 @@ class UserOut(BaseModel):
                             "received_ms": 1767225600000,
                         }
                     ],
-                    "decisions": [{"decision_id": "order-1001", "expires_ms": 1767312000000}],
+                    "decisions": [{"decision_id": "first-order", "expires_ms": 1767312000000}],
                     "traces": None,
                 }
             ]
@@ -183,7 +186,7 @@ class ForgottenOut(BaseModel):
         json_schema_extra={
             "examples": [
                 {
-                    "user_id": "u-42",
+                    "user_id": "ada",
                     "incarnation": 1,
                     "removed": {"samples": 31, "decisions": 4, "dead_letters": 0, "log_lines": 31},
                     "waiting": 0,
