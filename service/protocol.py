@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, NoReturn, final
 from uuid import uuid4
 
 import httptools
@@ -27,6 +27,10 @@ from service.logging import REQUEST_ID_HEADER
 MAX_HEAD_BYTES: Final = 65_536
 #: Each header is looked through whenever one of them is looked for.
 MAX_HEADERS: Final = 128
+#: What is around a name and a value: a colon, a space and the end of the line.
+HEADER_MARKS: Final = 4
+HEAD_TOO_LONG: Final = f"at most {MAX_HEAD_BYTES} bytes are read"
+TOO_MANY_HEADERS: Final = f"at most {MAX_HEADERS} headers are read"
 #: Time for a head to arrive, from the connection or its own first byte.
 HEAD_TIMEOUT_S: Final = 10.0
 #: Requests that wait for the answer of the one before them. A read may hold thousands, and each takes kilobytes.
@@ -54,10 +58,11 @@ class BoundedProtocol(HttpToolsProtocol):
     connections_max: int | None = None
 
     _head_bytes = 0
+    _parsed_bytes = 0
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
     _headers_seen = 0
-    _too_large = False
+    _too_large = ""
     _pieces = 0
     _body_bytes = 0
     _idle_bytes = 0
@@ -111,13 +116,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(data))
 
     def _count(self, received: int) -> None:
-        """Looked at after parsing: one chunk may hold a head and much of its body."""
+        """Looked at after parsing: one chunk may hold a head and much of its body. A head that is complete by then was
+        counted as it was parsed, see `_count_parsed`; this is for one of which the parser tells nothing yet."""
         if self.transport.is_closing():
             return
         if self._in_head:
             self._head_bytes += received
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_head(f"at most {MAX_HEAD_BYTES} bytes are read")
+                self._refuse_head(HEAD_TOO_LONG)
             return
         # Trailers and extensions of chunks are bytes of a body that lead nowhere, and the parser keeps the former.
         self._idle_bytes = 0 if self._moved_on else self._idle_bytes + received
@@ -128,14 +134,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._headers_seen = self._pieces = self._body_bytes = 0
+        self._headers_seen = self._parsed_bytes = self._pieces = self._body_bytes = 0
         self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_parsed(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers_seen += 1
         if self._headers_seen > MAX_HEADERS:
-            self._too_large = True
-            raise ValueError("too many headers")  # ends the parsing, see `send_400_response`
+            self._end_parsing(TOO_MANY_HEADERS)
+        self._count_parsed(len(name) + len(value) + HEADER_MARKS)
         # Trailers come when the request was taken for what it is: as headers they would change it under way.
         if self._in_head:
             super().on_header(name, value)
@@ -187,9 +197,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._too_large:
-            self._refuse_head(f"at most {MAX_HEADERS} headers are read")
+            self._refuse_head(self._too_large)
         else:
             self._refuse(400, "Bad Request", "bad-request", msg)
+
+    def _count_parsed(self, length: int) -> None:
+        """Trailers count as well: the parser keeps them like headers."""
+        self._parsed_bytes += length
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            self._end_parsing(HEAD_TOO_LONG)
+
+    def _end_parsing(self, reason: str) -> NoReturn:
+        self._too_large = reason  # what `send_400_response` will say, which the parser's error leads to
+        raise ValueError(reason)
 
     def _await_head(self) -> None:
         self._head_arrived()

@@ -81,6 +81,36 @@ async def test_a_head_that_never_ends_is_refused(port: int, flood: bytes) -> Non
     writer.close()
 
 
+@pytest.mark.parametrize("piece", [1_000, 200_000], ids=["in pieces", "in one"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"b" * 70_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"b" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: %s\r\n" % (n, b"b" * 700) for n in range(100)) + b"\r\n",
+        b"GET /" + b"u" * 66_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /?" + b"u" * 40_000 + b" HTTP/1.1\r\nhost: x\r\nx-long: " + b"b" * 40_000 + b"\r\n\r\n",
+    ],
+    ids=["a long header", "a longer one", "a hundred headers", "a long URL", "both"],
+)
+async def test_a_complete_head_that_is_too_large_is_refused(port: int, head: bytes, piece: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with suppress(ConnectionError):
+        for start in range(0, len(head), piece):
+            writer.write(head[start : start + piece])
+            await writer.drain()
+    found = await asyncio.wait_for(reader.read(), 30)
+    assert found.startswith(b"HTTP/1.1 431 ")
+    problem = json.loads(found.split(b"\r\n\r\n", 1)[1])
+    assert problem["detail"] == f"at most {MAX_HEAD_BYTES} bytes are read"
+    writer.close()
+
+
+async def test_a_head_of_nearly_the_limit_is_served(port: int) -> None:
+    head = b"GET /" + b"u" * 30_000 + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-long: "
+    assert b" 200 " in await exchange(port, head + b"b" * (MAX_HEAD_BYTES - len(head) - 4) + b"\r\n\r\n")
+
+
 async def test_a_head_and_a_long_body_in_one_piece_are_served(port: int) -> None:
     body = b"b" * (3 * MAX_HEAD_BYTES)
     found = await exchange(port, HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
