@@ -16,6 +16,7 @@ from service.auditing import AuditTrail
 from service.auth import KEY_HEADER
 from service.edge import Edge, attach_edge
 from service.gate import Gate
+from service.head import HeadAsGet
 from service.limits import BodyLimit
 from service.logging import REQUEST_ID_HEADER
 from service.metrics import Metrics
@@ -108,6 +109,7 @@ def create_app(settings: Settings, recommenders: Recommenders, metrics: Metrics 
     install_handlers(app, routes)
     install_openapi(app, settings, routes)
     # The last one added is the outermost.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(AuditTrail)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, max_import_bytes=settings.max_import_bytes)
     digests = frozenset(entry.rpartition(":")[2] for entry in settings.client_keys | settings.admin_keys)

@@ -142,6 +142,8 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         if refused.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             # The framework names the methods of the first route that has the path, and each of ours has one.
             allowed = {method for route in routes for method in _methods(route, request)}
+            if "GET" in allowed:
+                allowed.add("HEAD")  # answered by `service.head`, and known to no route
             headers["Allow"] = ", ".join(sorted(allowed)) or headers.get("Allow", "")
         return problem_response(refused.status_code, slug, title, refused.detail, headers=headers)
 

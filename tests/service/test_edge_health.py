@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from edge_engine import EdgeEngine, Lone, edge
 
 from service.app import create_app
 from service.contracts import CheckResult, FeedbackOutcome, Rejection
 from service.edge import edge_in
+from service.protocol import BoundedProtocol
 from service.settings import Settings
 from store.errors import StoreUnavailable
 from tests.service.test_edge_requests import ASK, ONE, client, engine
+from tests.service.test_protocol import serving
 
 __all__ = ["client", "engine"]
 
@@ -93,3 +97,35 @@ async def test_the_engine_lives_as_long_as_the_app() -> None:
     async with edge(engine):
         assert engine.running
     assert not engine.running
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics", "/docs", "/openapi.json", "/nowhere"])
+async def test_head_is_get_without_the_body(client: Any, path: str) -> None:
+    got, headed = await client.get(path), await client.head(path)
+    assert (headed.status_code, headed.content) == (got.status_code, b"")
+    assert headed.headers["content-type"] == got.headers["content-type"]
+    if path != "/metrics":  # which grows
+        assert headed.headers["content-length"] == str(len(got.content))
+
+
+async def test_head_is_counted_as_what_it_is_and_allowed_where_get_is(client: Any, engine: EdgeEngine) -> None:
+    engine.checks["store"] = CheckResult(False, "away")
+    assert (await client.head("/health/ready")).status_code == 503
+    metrics = (await client.get("/metrics")).text
+    assert 'metaban_request_seconds_count{method="HEAD",route="/health/ready",status="503"} 1.0' in metrics
+    assert (await client.post("/health/ready")).headers["allow"] == "GET, HEAD"
+    refused = await client.head("/recommend")
+    assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+
+
+async def test_head_over_a_real_socket(engine: EdgeEngine) -> None:
+    """What comes after the head of the answer would be taken for the next one."""
+    app = create_app(Settings(), Lone(engine))  # type: ignore[arg-type]
+    async with serving(BoundedProtocol, app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(b"HEAD /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"content-length: " in head
+        writer.close()
