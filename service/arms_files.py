@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 from models.features import FeatureError, FeatureLayout, Features, check_fit
 from service.errors import BodyTimeout, CatalogueFull, InvalidInput, ServiceError, Unavailable
-from service.intake import catalogue_arm
+from service.intake import catalogue_arm, nested_too_deeply
 from service.records import now_ms
 from service.schemas import ArmLine
 from service.settings import Settings
@@ -153,7 +153,8 @@ class ArmFile:
         try:
             payload: Any = from_json(line)
         except ValueError as error:
-            raise InvalidInput((), f"is not JSON: {error}") from None
+            told = nested_too_deeply(str(error)) if "recursion limit" in str(error) else f"is not JSON: {error}"
+            raise InvalidInput((), told) from None
         arm = catalogue_arm(payload, ArmLine, self.settings)
         if self.layout is not None:
             try:

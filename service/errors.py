@@ -44,11 +44,13 @@ DEFAULT_RETRY_AFTER_S = 1.0
 
 
 def format_field(path: FieldPath) -> str:
-    """A path as a client would write it: `arms[3].features[1]`."""
+    """A path as a client would write it: `arms[3].features[1]`; a name that is empty is `[""]`."""
     text = ""
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
+        elif not part:
+            text += '[""]'
         else:
             text += f".{part}" if text else part
     return text

@@ -75,7 +75,7 @@ def parse_json(body: bytes) -> Any:
 def _refusal_of(body: bytes, reason: str) -> InvalidInput | MalformedBody:
     """Tell JSON that we refuse from what is no JSON; only this slow path reads with the standard library."""
     if "recursion limit" in reason:
-        return InvalidInput((), reason)
+        return InvalidInput((), nested_too_deeply(reason))
     if len(body) > EXPLAINED_BYTES:
         return MalformedBody(f"The body is not JSON that is read here: {reason}.")
     try:
@@ -88,6 +88,11 @@ def _refusal_of(body: bytes, reason: str) -> InvalidInput | MalformedBody:
         return InvalidInput((), reason)
     path = _find_surrogate(value)
     return InvalidInput((), reason) if path is None else InvalidInput(path, "holds half of a surrogate pair")
+
+
+def nested_too_deeply(reason: str) -> str:
+    """What is said where the parser speaks of its recursion: it says where that was."""
+    return f"is nested too deeply, at {reason.rpartition(' at ')[2]}"
 
 
 def _find_surrogate(value: Any) -> FieldPath | None:

@@ -1,7 +1,7 @@
 """Problem documents (RFC 9457): the one shape of everything that goes wrong.
 
-What is sent never repeats input beyond a field's name, and nothing of it is long. Reasons that concern operators
-(addresses, stack traces) go to the log, next to the request id that the client was told.
+What is sent never repeats input beyond a field's name or a path that is not here, and nothing of it is long. Reasons
+that concern operators (addresses, stack traces) go to the log, next to the request id that the client was told.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ MAX_FIELD_CHARS: Final = 200
 MAX_ERRORS: Final = 20
 #: A store that came back empty or is not ours needs a person, or a restart of this process.
 RESET_RETRY_AFTER_S: Final = 10.0
+#: Pydantic's words for what is not an object are of Python, and name our classes.
+OBJECT_ERRORS: Final = frozenset({"model_type", "model_attributes_type", "dict_type"})
+NO_OBJECT: Final = "Input should be an object"
+#: What pydantic puts behind the name of a member when it is the name that cannot be used.
+NAME_MARK: Final = "[key]"
+NAME_ERRORS: Final = frozenset({"string_too_short", "string_too_long"})
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -119,13 +125,15 @@ def unusable_settings(reason: str, members: Iterable[str]) -> InvalidInput:
 
 def field_errors(errors: Iterable[Any]) -> list[FieldError]:
     """Pydantic's list of errors as fields and sentences."""
-    return [
-        FieldError(
-            format_field([part for part in error["loc"] if part not in UNION_TAGS]),
-            error["msg"].removeprefix("Value error, "),
-        )
-        for error in errors
-    ]
+    return [_field_error(error["type"], error["loc"], error["msg"]) for error in errors]
+
+
+def _field_error(kind: str, path: Sequence[str | int], message: str) -> FieldError:
+    told = NO_OBJECT if kind in OBJECT_ERRORS else message.removeprefix("Value error, ")
+    # A string that is a value ends in the tag of its kind, so this is about the name of a member.
+    if kind in NAME_ERRORS and path[-1] == NAME_MARK:
+        path, told = path[:-1], told.replace("String", "Its name", 1)
+    return FieldError(format_field([part for part in path if part not in UNION_TAGS]), told)
 
 
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
@@ -136,16 +144,21 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         refused = cast(HTTPException, error)
-        title = HTTPStatus(refused.status_code).phrase
+        title = HTTPStatus(refused.status_code).phrase.capitalize()
         slug = title.lower().replace(" ", "-")
+        detail = refused.detail
         headers = dict(refused.headers or {})
+        if refused.status_code == HTTPStatus.NOT_FOUND:
+            detail = f"There is nothing at {request.scope['path']}; /docs lists all there is."
         if refused.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             # The framework names the methods of the first route that has the path, and each of ours has one.
             allowed = {method for route in routes for method in _methods(route, request)}
+            allowed = allowed or set(headers.get("Allow", "").split(", "))
             if "GET" in allowed:
                 allowed.add("HEAD")  # answered by `service.head`, and known to no route
-            headers["Allow"] = ", ".join(sorted(allowed)) or headers.get("Allow", "")
-        return problem_response(refused.status_code, slug, title, refused.detail, headers=headers)
+            headers["Allow"] = ", ".join(sorted(allowed))
+            detail = f"Allowed here: {headers['Allow']}."
+        return problem_response(refused.status_code, slug, title, detail, headers=headers)
 
     for foreseen in (ServiceError, StoreUnavailable, StoreReset, BacklogFull, NotReplicated):
         app.add_exception_handler(foreseen, _foreseen_error)

@@ -206,6 +206,27 @@ async def test_bad_bytes(
     await refuse(client, engine, path, body, status, None if path == "/feedback" and about_arms else field)
 
 
+@pytest.mark.parametrize(
+    ("body", "field", "detail"),
+    [
+        (ask(arms=["a"]), "arms[0]", "Input should be an object"),
+        (arms({"": 1}), 'arms[0].features[""]', "Its name should have at least 1 character"),
+        (arms({"[key]": LONG}), "arms[0].features.[key]", "String should have at most 256 characters"),
+        (ask(context={LONG: 1}), f"context.{LONG}"[:199] + "…", "Its name should have at most 256 characters"),
+        ({"": 1}, '[""]', "is not known here"),
+    ],
+    ids=["no object", "an empty name", "a name of pydantic's", "a long name", "an empty member"],
+)
+async def test_the_words_are_those_of_json(client: Any, engine: EdgeEngine, body: Any, field: str, detail: str) -> None:
+    document = await refuse(client, engine, "/recommend", json.dumps(body).encode(), 422, None)
+    assert document["errors"] == [{"field": field, "detail": detail}]
+
+
+async def test_what_is_nested_too_deeply_is_told_so(client: Any, engine: EdgeEngine) -> None:
+    document = await refuse(client, engine, "/recommend", b"[" * 300 + b"]" * 300, 422, "")
+    assert document["detail"].startswith("is nested too deeply, at line 1 column ")
+
+
 async def test_large_body_plain(client: Any, engine: EdgeEngine) -> None:
     await refuse(client, engine, "/recommend", b"[" + b" " * 10_000_000 + b"]", 413, None)
 

@@ -15,7 +15,8 @@ from edge_engine import EdgeEngine, Lone, edge
 
 from service.app import create_app
 from service.contracts import ArmInput, FeedbackOutcome, RecommendCommand, Rejection, RewardCommand
-from service.errors import DecisionConflict, InvalidInput, Overloaded, UnknownDecision
+from service.errors import DecisionConflict, InvalidInput, NotFound, Overloaded, UnknownDecision
+from service.problems import MAX_DETAIL_CHARS
 from service.protocol import BoundedProtocol
 from service.settings import Settings
 from store.errors import BacklogFull, CorruptRecord, StoreReset, StoreUnavailable
@@ -272,9 +273,14 @@ async def test_harmful_request_id_is_replaced(client: Any, offered: str) -> None
 async def test_unknown_paths_and_methods(client: Any) -> None:
     response = await client.get("/nowhere")
     assert (response.status_code, response.json()["type"]) == (404, "/problems/not-found")
+    assert response.json()["title"] == NotFound.title
+    assert "/nowhere" in response.json()["detail"]
+    assert len((await client.get("/nowhere" * 1_000)).json()["detail"]) <= MAX_DETAIL_CHARS
     response = await client.get("/recommend")
     assert (response.status_code, response.json()["type"]) == (405, "/problems/method-not-allowed")
     assert response.headers["allow"] == "POST"
+    assert response.json()["detail"] == "Allowed here: POST."
+    assert (await client.post("/docs")).json()["detail"] == "Allowed here: GET, HEAD."
     assert (await client.post("/recommend/", json=ASK)).status_code == 404
 
 
