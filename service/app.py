@@ -17,6 +17,7 @@ from service.auth import KEY_HEADER
 from service.edge import Edge, attach_edge
 from service.gate import Gate
 from service.head import HeadAsGet
+from service.headers import DOCS_PATH, SCHEMA_PATH
 from service.limits import BodyLimit
 from service.logging import REQUEST_ID_HEADER
 from service.metrics import Metrics
@@ -95,6 +96,8 @@ def create_app(settings: Settings, recommenders: Recommenders, metrics: Metrics 
         version=version("metaban"),
         description=DESCRIPTION,
         lifespan=lifespan,
+        docs_url=DOCS_PATH,
+        openapi_url=SCHEMA_PATH,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         # A redirect answers before the key and the body are looked at, and loses the body of a POST.

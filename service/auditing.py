@@ -30,6 +30,11 @@ def note_detail(request: Request, **detail: Any) -> None:
     request.state.audit_detail = {name: _told(value) for name, value in detail.items()}
 
 
+def note_nothing(request: Request) -> None:
+    """Have no line written: this request changes nothing."""
+    request.state.audit_nothing = True
+
+
 def _told(value: Any) -> Any:
     """A value as it is written down; of a long list its beginning, and a digest that tells it from others."""
     if isinstance(value, dict):
@@ -53,11 +58,15 @@ class AuditTrail:
             return
 
         async def send_when_written(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] < 400:
+            if message["type"] == "http.response.start" and message["status"] < 400 and not _changes_nothing(scope):
                 await _write(scope)
             await send(message)
 
         await self._app(scope, receive, send_when_written)
+
+
+def _changes_nothing(scope: Scope) -> bool:
+    return bool(scope.get("state", {}).get("audit_nothing"))
 
 
 async def _write(scope: Scope) -> None:

@@ -239,7 +239,7 @@ class Engine:
             if revision not in (None, current.revision):
                 break
             self._take(current)
-            if await self._change(patch):
+            if not patch or await self._change(patch):
                 return self._live
         raise NamespaceConflict("the settings were changed meanwhile: look at them again")
 

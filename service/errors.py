@@ -19,6 +19,7 @@
     ├── VersionConflict      409  /problems/version-conflict      the arm has another version than was expected
     ├── CatalogueFull        409  /problems/catalogue-full        the catalogue has as many arms as it may
     ├── FusionUnavailable    409  /problems/fusion-unavailable    no warm starts here, by the preset or by a setting
+    ├── PreconditionFailed   412  /problems/precondition-failed   there is what If-None-Match says must not be
     ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
     ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
     ├── WrongHost            421  /problems/wrong-host            the Host header names somebody else
@@ -271,6 +272,15 @@ class FusionUnavailable(ServiceError):
     status = 409
     slug = "fusion-unavailable"
     title = "Fusion unavailable"
+
+
+@final
+class PreconditionFailed(ServiceError):
+    """There is an arm of this id, and `If-None-Match` says that there must be none."""
+
+    status = 412
+    slug = "precondition-failed"
+    title = "Precondition failed"
 
 
 @final

@@ -21,6 +21,7 @@ SECURITY_HEADERS: Final = {
 CONTENT_POLICY: Final = "default-src 'none'; frame-ancestors 'none'"
 #: Except this one, which loads its scripts from a CDN and then the schema from us.
 DOCS_PATH: Final = "/docs"
+SCHEMA_PATH: Final = "/openapi.json"
 DOCS_POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline' https://cdn.jsdelivr.net; "
     "style-src 'unsafe-inline' https://cdn.jsdelivr.net; img-src 'self' data: https://fastapi.tiangolo.com; "

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.buckets import TokenBuckets
-from service.headers import secure
+from service.headers import DOCS_PATH, SCHEMA_PATH, secure
 from service.logging import REQUEST_ID_HEADER, begin_request
 from service.metrics import REFUSED_STATUSES, Metrics
 from service.problems import unexpected_problem
@@ -24,6 +24,8 @@ CLIENT_CLOSED_REQUEST: Final = 499
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 PROBES: Final = "/health/"
 UNMATCHED: Final = "unmatched"
+#: The framework's own, of whose routes the scope tells nothing.
+PAGES: Final = frozenset({DOCS_PATH, SCHEMA_PATH})
 #: Answers that cost next to nothing to get. Of these so many have a line a second, and so many at once.
 CHEAP_STATUSES: Final = frozenset({401, 408, 413, 421, 429, 503})
 CHEAP_LINES_PER_S: Final = 20.0
@@ -156,6 +158,8 @@ def _may_be_long(scope: Scope) -> bool:
 
 def _route(scope: Scope) -> str:
     """The pattern, not the path: a label must not take as many values as clients can think of, nor a log hold ids."""
+    if scope["path"] in PAGES:
+        return str(scope["path"])
     return getattr(scope.get("route"), "path", UNMATCHED)
 
 

@@ -20,6 +20,7 @@ from service.errors import (
     JobRunning,
     MalformedBody,
     NotFound,
+    PreconditionFailed,
     Unauthorized,
     Unavailable,
     UnsupportedMedia,
@@ -50,6 +51,7 @@ Version = Annotated[
     Query(ge=0, le=10**15, description="The version that the arm must have, 0 for none; `If-Match` says the same."),
 ]
 IfMatch = Annotated[str | None, Header(description="The version that the arm must have, as ETag told it.")]
+IfNoneMatch = Annotated[str | None, Header(description="`*`: only add it, 412 when there is an arm of this id.")]
 
 ARM_EXAMPLE: Final[dict[str, Any]] = {
     **SENCHA,
@@ -208,6 +210,7 @@ async def describe(engine: AdminEngine, arm_id: ArmId) -> Response:
             Forbidden,
             CatalogueFull,
             VersionConflict,
+            PreconditionFailed,
             BodyTooLarge,
             UnsupportedMedia,
             InvalidInput,
@@ -216,15 +219,28 @@ async def describe(engine: AdminEngine, arm_id: ArmId) -> Response:
     },
 )
 async def put(
-    request: Request, engine: AdminEngine, arm_id: ArmId, version: Version = None, if_match: IfMatch = None
+    request: Request,
+    engine: AdminEngine,
+    arm_id: ArmId,
+    version: Version = None,
+    if_match: IfMatch = None,
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """201 for a new arm, 200 for one that was there; the same features again change nothing, its version neither.
 
-    With a version, 409 `version-conflict` unless it is that of the arm.
+    With a version, 409 `version-conflict` unless it is that of the arm; with `If-None-Match: *`, 412 when there is one.
     """
     expected = _expected(version, if_match)
+    if if_none_match is not None:
+        _check_none(if_none_match, expected)
+        expected = 0
     body = catalogue_arm(parse_json(await read_body(request)), ArmFeaturesIn, edge_of(request).settings)
-    arm, created = await engine.arms.put(arm_id, body.features, expected=expected)
+    try:
+        arm, created = await engine.arms.put(arm_id, body.features, expected=expected)
+    except VersionConflict:
+        if if_none_match is None:
+            raise
+        raise PreconditionFailed("There is an arm of this id: leave out `If-None-Match` to change it.") from None
     return _shown(arm, 201 if created else 200)
 
 
@@ -252,6 +268,13 @@ def _expected(version: int | None, if_match: str | None) -> int | None:
     if version is not None and version != int(found[1]):
         raise InvalidInput(("If-Match",), "says another version than the parameter `version`")
     return int(found[1])
+
+
+def _check_none(if_none_match: str, expected: int | None) -> None:
+    if if_none_match.strip() != "*":
+        raise InvalidInput(("If-None-Match",), "must be `*`: that there is no such arm is all it can ask for here")
+    if expected:
+        raise InvalidInput(("If-None-Match",), "says that there must be no such arm, and a version that there must be")
 
 
 def _shown(arm: Arm, status: int) -> Response:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, final
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from service.auditing import note_detail
+from service.auditing import note_detail, note_nothing
 from service.auth import AdminEngine
 from service.errors import (
     BodyTooLarge,
@@ -190,6 +190,8 @@ async def change(
             "The settings are not of this revision any more: GET /admin/config shows them as they are."
         ) from error
     after = _values(live)
+    if not members:
+        note_nothing(request)
     note_detail(request, before={name: before[name] for name in members}, after={name: after[name] for name in members})
     return _shown(live)
 

@@ -61,6 +61,7 @@ NEVER = 0.001
 LATE = {"service.gate.BODY_GRACE_S": 0.1}
 TIGHT = {"max_body_bytes": 4_096, "max_import_bytes": 4_096}
 LONG = b" " * 5_000
+ARM, IF_NONE = {"features": [3, 2, 1]}, {"If-None-Match": "*"}
 
 HEAD = b"POST /recommend HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -164,17 +165,14 @@ CASES = [
     ),
     Case("an arm that is there", 409, "arm-exists", "POST /admin/arms", CATALOGUE[0], "id", given=catalogued),
     Case(
-        "another version of an arm", 409, "version-conflict", "PUT /admin/arms/arm%200?version=7",
-        {"features": [3, 2, 1]}, given=catalogued,
+        "another version of an arm", 409, "version-conflict", "PUT /admin/arms/arm%200?version=7", ARM, given=catalogued
     ),
     Case(
         "another ETag of an arm", 409, "version-conflict", "DELETE /admin/arms/arm%200", given=catalogued,
         headers={"If-Match": '"7"'},
     ),
-    Case(
-        "an arm that is not to be there", 409, "version-conflict", "PUT /admin/arms/arm%200?version=0",
-        {"features": [3, 2, 1]}, given=catalogued,
-    ),
+    Case("an arm that is not new", 409, "version-conflict", "PUT /admin/arms/arm%200?version=0", ARM, given=catalogued),
+    Case("an arm there", 412, "precondition-failed", "PUT /admin/arms/arm%200", ARM, given=catalogued, headers=IF_NONE),
     Case("an arm that has to be there", 409, "version-conflict", "DELETE /admin/arms/x?version=1", given=catalogued),
     Case(
         "one arm more", 409, "catalogue-full", "POST /admin/arms", {"id": "x", "features": [1, 2, 3]},

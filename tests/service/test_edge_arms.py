@@ -76,6 +76,22 @@ class TestOneArm:
         assert both.status_code == 422
         assert await listed(client) == {}
 
+    async def test_only_what_is_not_there_is_added(self, client: httpx.AsyncClient) -> None:
+        def sent(features: list[int], none: str = "*", **headers: str) -> dict[str, Any]:
+            return {"json": {"features": features}, "headers": {"If-None-Match": none, **headers}}
+
+        assert (await client.put("/admin/arms/a", **sent([1]))).status_code == 201
+        for features in ([1], [2]):
+            there = await client.put("/admin/arms/a", **sent(features))
+            assert (there.status_code, there.json()["type"]) == (412, "/problems/precondition-failed")
+        assert (await client.put("/admin/arms/a?version=0", **sent([2]))).status_code == 412
+        for wrong in (sent([2], '"1"'), sent([2], "x"), sent([2], **{"If-Match": '"1"'})):
+            answer = await client.put("/admin/arms/a", **wrong)
+            assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "If-None-Match")
+        assert await listed(client) == {"a": [1]}
+        assert (await client.delete("/admin/arms/a")).status_code == 200
+        assert (await client.put("/admin/arms/a", **sent([2]))).status_code == 201
+
     async def test_any_id_can_be_named(self, client: httpx.AsyncClient) -> None:
         for arm in ODD_IDS:
             made = await client.post("/admin/arms", json={"id": arm, "features": [1, 2]})

@@ -71,6 +71,8 @@ async def test_metrics(client: Any, engine: EdgeEngine) -> None:
     engine.outcome = FeedbackOutcome(2, 1, (Rejection(3, "unknown-decision", ""),), None)
     await client.post("/feedback", json={"events": [ONE] * 4})
     await client.get("/made-up/by/a/client")
+    for path in ("/docs", "/openapi.json"):
+        await client.get(path)
     engine.error = StoreUnavailable("gone")
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
@@ -81,6 +83,8 @@ async def test_metrics(client: Any, engine: EdgeEngine) -> None:
         'metaban_rewards_total{namespace="default",outcome="rejected"} 1.0',
         'metaban_request_seconds_count{method="POST",route="/recommend",status="200"} 1.0',
         'metaban_request_seconds_count{method="GET",route="unmatched",status="404"} 1.0',
+        'metaban_request_seconds_count{method="GET",route="/docs",status="200"} 1.0',
+        'metaban_request_seconds_count{method="GET",route="/openapi.json",status="200"} 1.0',
     ):
         assert line in response.text.splitlines()
     assert "made-up" not in response.text

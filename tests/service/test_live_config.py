@@ -282,6 +282,15 @@ class TestAudit:
         assert admin.key not in text
         assert "somebody-by-name" not in text
 
+    async def test_what_changes_nothing_is_not_written_down(self, http: httpx.AsyncClient) -> None:
+        before = await patched(http, epsilon=0.5)
+        assert await patched(http) == before
+        assert (await http.get("/admin/config")).json()["revision"] == before["revision"]
+        [line] = (await http.get("/admin/audit")).json()["lines"]
+        assert line["detail"]["after"] == {"epsilon": 0.5}
+        stale = await http.patch(f"/admin/config?revision={before['revision'] - 1}", json={})
+        assert stale.status_code == 409
+
     async def test_a_line_is_short_whatever_was_changed(self, http: httpx.AsyncClient, redis: Redis) -> None:
         rankings = [[f"{turn} {'x' * 80} {place}" for place in range(9_000)] for turn in range(2)]
         for ranking in rankings:
