@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 import httpx
 
@@ -30,6 +30,7 @@ from service.client_admin_types import (
 )
 from service.client_calls import as_answer, as_list, as_page, encoded, ignored, query, segment
 from service.client_core import Call, Lines, Pages
+from service.client_errors import Unsendable
 from service.client_jobs import JobWatch
 from service.client_reading import parse, read
 from service.client_types import Features, arm_json, features_json
@@ -37,6 +38,16 @@ from service.client_types import Features, arm_json, features_json
 #: Pieces that an import is sent in.
 CHUNK_BYTES: Final = 65_536
 NDJSON: Final = "application/x-ndjson"
+
+
+@runtime_checkable
+class OpenFile(Protocol):
+    """A file that is open, for bytes or for text."""
+
+    def read(self, size: int, /) -> bytes | str: ...
+    def seekable(self) -> bool: ...
+    def seek(self, offset: int, /) -> int: ...
+    def tell(self) -> int: ...
 
 
 # The catalogue
@@ -87,15 +98,26 @@ def _arm_path(arm_id: str) -> str:
 
 
 def import_lines(
-    source: Path | Mapping[str, Features] | Iterable[tuple[str, Features]], *, mode: ImportMode = "upsert"
+    source: Path | OpenFile | Mapping[str, Features] | Iterable[tuple[str, Features]],
+    *,
+    mode: ImportMode = "upsert",
 ) -> Call[Job]:
-    """Put many arms into the catalogue: those of an NDJSON file, or (id, features) from anywhere, sent as they come.
+    """Put many arms into the catalogue: those of an NDJSON file, by its path or open, or (id, features) from anywhere,
+    sent as they come.
 
     `replace` makes them all there is. Look after the job with `wait_for_job`. An iterator is used up by it.
     """
 
+    start = source.tell() if isinstance(source, OpenFile) and source.seekable() else None
+
     def chunks() -> Iterator[bytes]:
-        return _pieces_of_file(source) if isinstance(source, Path) else _joined(_lines_of(source))
+        if isinstance(source, Path):
+            return _pieces_of_path(source)
+        if not isinstance(source, OpenFile):
+            return _joined(_lines_of(source))
+        if start is not None:
+            source.seek(start)  # another try begins where the first did
+        return _pieces_of_file(source)
 
     return Call(
         "POST",
@@ -115,7 +137,11 @@ def export_arms() -> Lines[Arm]:
 
 
 def _lines_of(source: Mapping[str, Features] | Iterable[tuple[str, Features]]) -> Iterator[bytes]:
-    for arm_id, features in source.items() if isinstance(source, Mapping) else source:
+    for pair in source.items() if isinstance(source, Mapping) else source:
+        try:
+            arm_id, features = pair
+        except (TypeError, ValueError):
+            raise Unsendable("arms to import are pairs of an id and features, or the lines of a file") from None
         yield encoded(arm_json(arm_id, features)) + b"\n"
 
 
@@ -130,10 +156,14 @@ def _joined(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def _pieces_of_file(path: Path) -> Iterator[bytes]:
+def _pieces_of_path(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            yield piece
+        yield from _pieces_of_file(file)
+
+
+def _pieces_of_file(file: OpenFile) -> Iterator[bytes]:
+    while piece := file.read(CHUNK_BYTES):
+        yield piece.encode() if isinstance(piece, str) else piece
 
 
 # Users and groups
@@ -149,7 +179,7 @@ def groups(
 ) -> Call[Group]:
     """Who agrees with a user about an arm: one of the catalogue, or any by its features; lists the `limit` nearest."""
     if (arm_id is None) == (features is None):
-        raise ValueError("name an arm of the catalogue by arm_id, or give the features of one")
+        raise Unsendable("name an arm of the catalogue by arm_id, or give the features of one")
     if features is None:
         return Call("GET", "/admin/groups", as_answer(Group), query(user_id=user_id, arm_id=arm_id, limit=limit))
     body: dict[str, Any] = {"user_id": user_id, "features": features_json(features)}

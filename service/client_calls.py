@@ -14,7 +14,7 @@ import httpx
 
 from service.client_admin_types import Page
 from service.client_core import Call
-from service.client_errors import api_error
+from service.client_errors import Unsendable, api_error
 from service.client_reading import member, parse, read
 from service.client_types import (
     Activation,
@@ -38,8 +38,11 @@ NOT_READY: Final = frozenset({503})
 
 
 def encoded(value: Any) -> bytes:
-    """A body, written once: every try sends the same bytes. Numbers that JSON does not have raise ValueError."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    """A body, written once: every try sends the same bytes. What JSON does not have, such as NaN, is Unsendable."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Unsendable(f"cannot be written as JSON: {error}") from None
 
 
 def segment(name: str | int) -> str:

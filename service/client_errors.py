@@ -2,6 +2,7 @@
 
     MetabanError
     ├── ConnectionFailed     the service was not reached, or hung up before it had answered
+    ├── Unsendable           what was given cannot be sent: NaN, what JSON has no form for, arguments that contradict
     ├── UnexpectedAnswer     it answered something that this client cannot read
     ├── JobFailed            a job that was waited for has failed, or did not end in time
     └── ApiError             it answered with a problem document; its `type` says which problem
@@ -41,6 +42,11 @@ class ConnectionFailed(MetabanError):
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
         self.sent = sent
+
+
+@final
+class Unsendable(MetabanError, ValueError):
+    """Nothing was sent, or no more of it: what the application gave is nothing that a request can hold."""
 
 
 @final

@@ -8,6 +8,7 @@ from typing import final
 
 from service.client_calls import as_answer, encoded, segment
 from service.client_core import Call
+from service.client_errors import Unsendable
 from service.client_jobs import JobWatch
 
 
@@ -143,7 +144,7 @@ def ask(
     Asked again for the same, it is the job that waits or is under way, if one does.
     """
     if (user_id is None) == (cluster is None):
-        raise ValueError("name the target: either user_id or cluster, and not both")
+        raise Unsendable("name the target: either user_id or cluster, and not both")
     wanted = {"user_id": user_id, "cluster": cluster, "sources": sources and list(sources), "metric": metric}
     content = encoded({name: value for name, value in wanted.items() if value is not None})
     return Call("POST", "/admin/transfer", as_answer(TransferJob), content=content)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 from uuid import uuid4
 
-from service.client_errors import ApiError, MetabanError
+from service.client_errors import ApiError, MetabanError, Unsendable
 
 #: A list of numbers, or named numbers, strings and booleans: the same kind for all arms of a namespace.
 Features: TypeAlias = Sequence[float] | Mapping[str, float | str | bool]
@@ -19,7 +19,12 @@ JsonObject: TypeAlias = dict[str, Any]
 
 def features_json(features: Features) -> list[float] | JsonObject:
     """Features as JSON has them; arrays of numbers will do as well."""
-    return dict(features) if isinstance(features, Mapping) else [float(number) for number in features]
+    if isinstance(features, Mapping):
+        return dict(features)
+    try:
+        return [float(number) for number in features]
+    except (TypeError, ValueError):
+        raise Unsendable("features are a list of numbers, or named numbers, strings and booleans") from None
 
 
 def arm_json(arm_id: str, features: Features) -> JsonObject:

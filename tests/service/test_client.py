@@ -29,6 +29,7 @@ from service.client_errors import (
     Unauthorized,
     Unavailable,
     UnexpectedAnswer,
+    Unsendable,
 )
 from service.client_types import Decision, Item
 
@@ -215,12 +216,24 @@ def test_an_answer_that_cannot_be_read(body: Any, said: str) -> None:
         assert len(server.heard) == 1, "an answer that came is not asked for again"
 
 
-def test_numbers_that_json_does_not_have() -> None:
-    with Metaban("http://127.0.0.1:9") as metaban:
-        with pytest.raises(ValueError, match="Out of range float"):
-            metaban.recommend("u", {"a": [float("nan")]})
-        with pytest.raises(ValueError, match="arm_id"):
-            metaban.admin.groups("u")
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda metaban: metaban.recommend("u", {"a": [float("nan")]}), "Out of range float"),
+        (lambda metaban: metaban.recommend("u", {"a": {"price": np.float32(2)}}), "float32 is not JSON"),
+        (lambda metaban: metaban.recommend("u", {"a": [None]}), "a list of numbers"),
+        (lambda metaban: metaban.recommend("u", {"a": 5}), "a list of numbers"),
+        (lambda metaban: metaban.recommend("u", {"a": [1]}, k=np.int64(2)), "int64 is not JSON"),
+        (lambda metaban: metaban.feedback("d", np.float32(1)), "float32 is not JSON"),
+        (lambda metaban: metaban.feedback("d", float("inf")), "Out of range float"),
+        (lambda metaban: metaban.admin.groups("u"), "arm_id"),
+        (lambda metaban: metaban.admin.transfer.ask(), "name the target"),
+    ],
+)
+def test_what_cannot_be_sent(call: Any, said: str) -> None:
+    with Metaban("http://127.0.0.1:9") as metaban, pytest.raises(Unsendable, match=said) as caught:
+        call(metaban)
+    assert isinstance(caught.value, MetabanError)
 
 
 # Errors

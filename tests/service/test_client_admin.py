@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from answering import HANG_UP, Answering, Say
 
+from service import client_admin
 from service.client import AsyncMetaban, Metaban
 from service.client_admin_types import (
     Arm,
@@ -24,7 +28,7 @@ from service.client_admin_types import (
     Stream,
     StreamTotals,
 )
-from service.client_errors import ConnectionFailed, JobFailed, UnexpectedAnswer
+from service.client_errors import ConnectionFailed, JobFailed, UnexpectedAnswer, Unsendable
 
 ARM = {"id": "tea/1", "features": {"kind": "tea", "hot": True, "price": 2}, "version": 3, "updated_ms": 5}
 ARM_READ = Arm("tea/1", {"kind": "tea", "hot": True, "price": 2.0}, 3, 5)
@@ -148,18 +152,24 @@ async def test_all_pages_in_asyncio() -> None:
 LINES = b'{"id":"a","features":[1.0]}\n{"id":"b","features":{"kind":"tea"}}\n'
 
 
-@pytest.mark.parametrize("kind", ["mapping", "iterator", "file"])
+@pytest.mark.parametrize("kind", ["mapping", "iterator", "file", "open", "open for text", "a wrapped one"])
 async def test_imports(tmp_path: Path, kind: str) -> None:
     arms = {"a": [1.0], "b": {"kind": "tea"}}
     path = tmp_path / "arms.ndjson"
     path.write_bytes(LINES)
 
     def source() -> Any:
-        return {"mapping": arms, "iterator": iter(arms.items()), "file": path}[kind]
+        if kind.startswith("open"):
+            return opened.enter_context(path.open("r" if "text" in kind else "rb"))
+        return {"mapping": arms, "iterator": iter(arms.items()), "file": path, "a wrapped one": wrapped}[kind]
 
-    with Answering([Say(202, job("running"))]) as server:
+    with ExitStack() as opened, Answering([Say(202, job("running"))]) as server:
+        wrapped = opened.enter_context(tempfile.NamedTemporaryFile())
+        wrapped.write(LINES)
+        wrapped.seek(0)
         with Metaban(server.url) as metaban:
             assert metaban.admin.arms.import_lines(source()).id == "j1"
+        wrapped.seek(0)
         async with AsyncMetaban(server.url) as waiting:
             assert (await waiting.admin.arms.import_lines(source(), mode="replace")).kind == "arms-import"
     assert [heard.path for heard in server.heard] == [
@@ -168,6 +178,24 @@ async def test_imports(tmp_path: Path, kind: str) -> None:
     ]
     assert [heard.body for heard in server.heard] == [LINES, LINES]
     assert {heard.headers["content-type"] for heard in server.heard} == {"application/x-ndjson"}
+
+
+def test_an_open_file_is_sent_from_where_it_is_whatever_the_try() -> None:
+    file = BytesIO(b"a line that was read\n" + LINES)
+    file.readline()
+    plan = client_admin.import_lines(file)
+    assert callable(plan.content)
+    assert [b"".join(plan.content()) for _ in range(2)] == [LINES, LINES]
+
+
+@pytest.mark.parametrize("arms", [[("a", [1.0], 3)], [7], {"a": ["x"]}, [("a", {"price": float("nan")})]])
+async def test_an_import_of_what_are_no_arms(arms: Any) -> None:
+    with Answering([Say(202, job("running"))]) as server:
+        with Metaban(server.url) as metaban, pytest.raises(Unsendable):
+            metaban.admin.arms.import_lines(arms)
+        async with AsyncMetaban(server.url) as waiting:
+            with pytest.raises(Unsendable):
+                await waiting.admin.arms.import_lines(arms)
 
 
 def test_a_long_import_is_sent_in_pieces() -> None:
