@@ -51,7 +51,10 @@ Version = Annotated[
     Query(ge=0, le=10**15, description="The version that the arm must have, 0 for none; `If-Match` says the same."),
 ]
 IfMatch = Annotated[str | None, Header(description="The version that the arm must have, as ETag told it.")]
-IfNoneMatch = Annotated[str | None, Header(description="`*`: only add it, 412 when there is an arm of this id.")]
+IfNoneMatch = Annotated[
+    Literal["*"] | None,
+    Header(alias="If-None-Match", description="`*`: only add it, 412 when there is an arm of this id."),
+]
 
 ARM_EXAMPLE: Final[dict[str, Any]] = {
     **SENCHA,
@@ -232,7 +235,8 @@ async def put(
     """
     expected = _expected(version, if_match)
     if if_none_match is not None:
-        _check_none(if_none_match, expected)
+        if expected:
+            raise InvalidInput(("If-None-Match",), "says that no such arm may be there, and a version that one must be")
         expected = 0
     body = catalogue_arm(parse_json(await read_body(request)), ArmFeaturesIn, edge_of(request).settings)
     try:
@@ -268,13 +272,6 @@ def _expected(version: int | None, if_match: str | None) -> int | None:
     if version is not None and version != int(found[1]):
         raise InvalidInput(("If-Match",), "says another version than the parameter `version`")
     return int(found[1])
-
-
-def _check_none(if_none_match: str, expected: int | None) -> None:
-    if if_none_match.strip() != "*":
-        raise InvalidInput(("If-None-Match",), "must be `*`: that there is no such arm is all it can ask for here")
-    if expected:
-        raise InvalidInput(("If-None-Match",), "says that there must be no such arm, and a version that there must be")
 
 
 def _shown(arm: Arm, status: int) -> Response:
