@@ -105,6 +105,8 @@ class Learner(ABC):
     dtype: torch.dtype
     #: d, the length of a raw input.
     inputs_expected: int
+    #: Numbers in the networks that all users share.
+    network_size: int
     #: q, how many numbers `score` notes of an arm.
     noted: int = 0
     #: Numbers of a warm start, the last of them how far it is trusted; 0 for a learner that takes none.

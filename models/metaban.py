@@ -54,6 +54,7 @@ class MetaBanLearner(Learner):
     def __init__(self, settings: MetaBanSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
         self.settings = settings
         self.shape = Shape(inputs, settings.width, settings.depth)
+        self.network_size = self.shape.parameters
         self.dtype = dtype
         self.inputs_expected = inputs
         self.threshold = group_threshold(settings.nu, settings.gamma)

@@ -93,6 +93,7 @@ class PosteriorLearner(Learner):
         self.offered_from = EMBEDDED + self.embedded
         self.noted = self.offered_from + self.inputs.offered
         self.trunk = Trunk(self.inputs.codes_count + self.embedded, settings.width, settings.depth, settings.members)
+        self.network_size = self.trunk.parameters
         kept = settings.memory_samples
         self.fields = {
             "gram": (self.head_size, self.head_size),

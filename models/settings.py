@@ -5,7 +5,106 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Final, Literal, Self, final
+
+#: Numbers in the networks that all users share. Epochs keep up to three of each, so that is 100 MB.
+SHARED_NUMBERS_MAX: Final = 1 << 23
+#: Numbers of one user's learner. A service makes room for 64 users at once, so that is 256 MB.
+USER_NUMBERS_MAX: Final = 1 << 20
+#: Hidden units of the trunk times the samples of a step, all of which are held during the step.
+STEP_NUMBERS_MAX: Final = 1 << 25
+#: Multiplications, a forward pass counted: of training the trunk in an epoch (minutes), of fitting one sample of a user
+#: (a second for the 256 that are kept), and of `pooled` for a request (a second). One thread does them for everybody.
+EPOCH_WORK_MAX: Final = 1 << 42
+SAMPLE_WORK_MAX: Final = 1 << 25
+REQUEST_WORK_MAX: Final = 1 << 31
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What settings come to together with the number of inputs."""
+
+    amount: int
+    most: int
+    what: str
+    names: tuple[str, ...]  # of the settings to blame
+
+    def check(self, inputs: int) -> None:
+        """ValueError, which names the settings and the limit, for too much."""
+        if self.amount > self.most:
+            raise ValueError(
+                f"{', '.join(self.names)} and {inputs} input{'s' * (inputs != 1)} make {self.amount:,} {self.what}, "
+                f"more than the {self.most:,} allowed"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The values that a setting may have."""
+
+    least: float
+    most: float
+    below: bool = False  # `most` itself is too much
+
+    def check(self, name: str, value: float) -> None:
+        """ValueError, which names the setting and its limits, for a value outside of them."""
+        if value < self.least or value > self.most or (self.below and value == self.most):
+            upper = "below" if self.below else "at most"
+            raise ValueError(f"{name} must be at least {_shown(self.least)} and {upper} {_shown(self.most)}")
+
+
+#: Of every number among the settings, of whichever learner. A request or a step of training is to end in some seconds,
+#: and nothing that follows from them is to leave float32.
+LIMITS: Final[dict[str, Limits]] = {
+    "seed": Limits(-(2**63), 2**64 - 1),  # those that a generator takes
+    "user_weight": Limits(0, 1e6),
+    "alpha": Limits(0, 1e6),
+    "nu": Limits(0, 1e6),
+    "width": Limits(1, 4_096),
+    "depth": Limits(1, 16),
+    "epoch_events": Limits(1, 1_000_000),
+    # The default learner
+    "members": Limits(1, 64),
+    "bins": Limits(0, 1_024),
+    "codes_max": Limits(0, 65_536),
+    "trunk_rate": Limits(1e-9, 10),
+    "trunk_decay": Limits(0, 1e3),
+    "replayed": Limits(1, 16_384),
+    "steps_per_event": Limits(0, 1e3),
+    "epoch_steps_max": Limits(1, 100_000),
+    "head_inputs_max": Limits(1, 256),
+    "head_directions": Limits(1, 256),
+    "products_max": Limits(0, 512),
+    "group_spread": Limits(1e-6, 1e3),
+    "memory_samples": Limits(1, 4_096),
+    "memory_radius": Limits(1e-6, 1e3),
+    "epoch_growth": Limits(0, 1e3),
+    # Meta-Ban
+    "user_steps": Limits(1, 10_000),
+    "user_rate": Limits(1e-9, 10),
+    "meta_steps": Limits(1, 10_000),
+    "meta_rate": Limits(1e-9, 10),
+    "l1": Limits(0, 1e3),
+    "gamma": Limits(0, 1, below=True),
+    "noise": Limits(1e-9, 1e6),
+    "beta2": Limits(0, 1e6),
+    "z1": Limits(0, 1e6),
+    "xi1": Limits(0, 1e6),
+    "epsilon1": Limits(0, 1e6),
+    "delta": Limits(1e-9, 1, below=True),
+    "log_constant": Limits(1e-9, 1e6),
+    "checkpoints": Limits(1, 256),
+    "input_norm": Limits(0, 1e3),
+    "clip_norm": Limits(1e-9, 1e9),
+    "recent_samples": Limits(1, 4_096),
+    "step_samples": Limits(1, 4_096),
+}
+
+
+def _shown(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:.15g}"  # 1000000, not 1e+06
 
 
 @dataclass(frozen=True)
@@ -18,24 +117,36 @@ class LearnerSettings(ABC):
 
     #: The settings that fix what a user's stored tensors mean; the others may change under stored users.
     STRUCTURE: ClassVar[tuple[str, ...]] = ("preset", "seed")
+    #: The settings that say how large networks are, and those that say it of all that a user's learner has.
+    NETWORK_SIZE: ClassVar[tuple[str, ...]]
+    USER_SIZE: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        for field in fields(self):
+            if field.type in ("int", "float"):
+                LIMITS[field.name].check(field.name, getattr(self, field.name))
         self._check_values()
 
     @abstractmethod
     def _check_values(self) -> None:
-        """Raise ValueError for a value that makes no sense."""
+        """Raise ValueError for values within their limits that make no sense to this learner, or together."""
 
-    def _at_least(self, least: float, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must not be negative" if least == 0 else f"{name} must be at least {least:g}")
+    @abstractmethod
+    def _work(self, network: int) -> list[Load]:
+        """What there is to do with a network of so many numbers."""
 
-    def _positive(self, *names: str) -> None:
-        for name in names:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive")
+    def check_size(self, inputs: int, *, network: int, user: int) -> None:
+        """ValueError, which names the settings to blame, for a learner that is too large, or takes too long.
+
+        The shared network has so many numbers, and each user's learner has.
+        """
+        loads = [
+            Load(network, SHARED_NUMBERS_MAX, "numbers in the shared network", self.NETWORK_SIZE),
+            Load(user, USER_NUMBERS_MAX, "numbers in the learner of a user", self.USER_SIZE),
+        ]
+        for load in loads + self._work(network):
+            load.check(inputs)
 
     def _check_kinds(self) -> None:
         """Settings also come from JSON, where anything can stand."""
@@ -49,7 +160,7 @@ class LearnerSettings(ABC):
                     raise ValueError(f"{field.name} must be true or false")
             elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else int | float):
                 raise ValueError(f"{field.name} must be a {'whole ' if field.type == 'int' else ''}number")
-            elif not math.isfinite(value):
+            elif isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{field.name} must be finite")
 
     def to_json(self) -> dict[str, Any]:
@@ -113,14 +224,23 @@ class PosteriorSettings(LearnerSettings):
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
                  "head_directions", "memory_samples", "embed", "products_max", "apart")  # fmt: skip
 
+    NETWORK_SIZE = ("members", "width", "depth", "codes_max")
+    USER_SIZE = ("head_inputs_max", "head_directions", "products_max", "memory_samples")
+
     def _check_values(self) -> None:
-        self._at_least(1, "members", "width", "depth", "replayed", "epoch_steps_max")
-        self._at_least(1, "head_inputs_max", "head_directions", "memory_samples", "epoch_events")
-        self._at_least(0, "alpha", "bins", "codes_max", "products_max", "trunk_decay", "steps_per_event")
-        self._at_least(0, "nu", "user_weight", "epoch_growth")
-        self._positive("trunk_rate", "group_spread", "memory_radius")
         if self.head_directions > self.head_inputs_max:
             raise ValueError("head_directions must be at most head_inputs_max")
+        held = self.replayed * self.members * self.width * self.depth
+        if held > STEP_NUMBERS_MAX:
+            raise ValueError(
+                f"replayed, members, width and depth make {held:,} numbers of a step, more than the "
+                f"{STEP_NUMBERS_MAX:,} allowed"
+            )
+
+    def _work(self, network: int) -> list[Load]:
+        steps = self.replayed * self.epoch_steps_max
+        names = ("replayed", "epoch_steps_max", *self.NETWORK_SIZE)
+        return [Load(steps * network, EPOCH_WORK_MAX, "multiplications in an epoch", names)]
 
 
 @final
@@ -167,16 +287,22 @@ class MetaBanSettings(LearnerSettings):
     STRUCTURE = ("preset", "width", "depth", "draw", "checkpoints", "recent_samples", "standardize", "input_norm",
                  "seed", "bonus")  # fmt: skip
 
+    NETWORK_SIZE = ("width", "depth")
+    USER_SIZE = ("width", "depth", "checkpoints", "recent_samples")
+
     def _check_values(self) -> None:
-        self._at_least(1, "width", "user_steps", "meta_steps", "checkpoints", "recent_samples", "step_samples")
-        self._at_least(1, "epoch_events")
-        self._positive("user_rate", "meta_rate", "clip_norm", "log_constant", "noise")
-        self._at_least(0, "l1", "alpha", "beta2", "z1", "xi1", "epsilon1", "user_weight", "input_norm")
-        self._at_least(2, "depth")
-        if not self.nu > 1 or not 0 <= self.gamma < 1:
-            raise ValueError("nu must be above 1 and gamma in [0, 1)")
-        if not 0 < self.delta < 1:
-            raise ValueError("delta must lie between 0 and 1")
+        if self.depth < 2:
+            raise ValueError("depth must be at least 2")
+        if not self.nu > 1:
+            raise ValueError("nu must be above 1")
+
+    def _work(self, network: int) -> list[Load]:
+        size, fitting = self.NETWORK_SIZE, self.user_steps * network
+        loads = [Load(fitting, SAMPLE_WORK_MAX, "multiplications for a sample of a user", ("user_steps", *size))]
+        if self.preset == "pooled":
+            adapting, names = self.meta_steps * self.step_samples * network, ("meta_steps", "step_samples", *size)
+            loads.append(Load(adapting, REQUEST_WORK_MAX, "multiplications in a request", names))
+        return loads
 
 
 #: What settings that are words may say.

@@ -32,6 +32,7 @@ from service.contracts import (
 from service.deciding import Decider
 from service.fusing import FusionDesk
 from service.grouping import GroupDesk
+from service.learner_checks import check_size
 from service.live import LiveSettings, overridden
 from service.metrics import Metrics, NamespaceMetrics
 from service.profiling import ProfileDesk
@@ -101,6 +102,7 @@ class Engine:
         stored = await self._namespaces.load(self.namespace) if made is None else made
         settings = self._settings_of({} if stored is None else stored.overrides)
         learner = learner_settings(settings)
+        check_size(learner, None if stored is None else stored.layout)
         if made is None:
             record = await self._namespaces.open_or_create(
                 self.namespace, partitions=settings.partitions, seed=settings.seed, learner=learner.to_json()

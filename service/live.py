@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from pydantic import ValidationError
 
 from models.exploration import Policy, build_policy
-from models.settings import stored_settings
+from service.learner_checks import stored_learner
 from service.settings import LEARNER_SETTINGS, Settings, SettingsError, learner_settings, reward_rules, told
 from store.namespaces import NamespaceRecord
 from store.reward_rules import RewardRules
@@ -51,11 +51,11 @@ def overridden(deployment: Settings, name: str, overrides: Mapping[str, Any]) ->
 
 
 def kept(deployment: Settings, record: NamespaceRecord) -> Settings:
-    """The deployment's settings as a namespace goes by them that has a life of its own.
+    """The deployment's settings as a namespace goes by them that has a life of its own; SettingsError when it cannot.
 
     What its learners are made of stays as it was when it was made, whatever becomes of the deployment's.
     """
-    made = stored_settings(record.learner)
+    made = stored_learner(record)
     # What the namespace says by itself is not said twice.
     own = record.overrides.get("learner", {})
     structure = {name: value for name, value in made.structure().items() if name not in own}

@@ -14,9 +14,10 @@ from models.settings import stored_settings
 from service.contracts import CheckResult
 from service.engine import Engine
 from service.errors import NamespaceExists, NotFound, Unavailable
+from service.learner_checks import check_size
 from service.live import kept, overridden
 from service.metrics import Metrics
-from service.settings import Settings, learner_settings
+from service.settings import Settings, SettingsError, learner_settings
 from store.connection import connect
 from store.errors import CorruptRecord, NamespaceConflict, StoreUnavailable
 from store.namespaces import NamespaceRecord, Namespaces
@@ -41,8 +42,8 @@ class Recommenders:
         self._namespaces = Namespaces(self._redis)
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
-        #: Until when names are not tried again.
-        self._failed: dict[str, float] = {}
+        #: Until when names are not tried again, and what is said meanwhile.
+        self._failed: dict[str, tuple[float, str]] = {}
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -84,8 +85,9 @@ class Recommenders:
             engine = self._engines.get(name)
             if engine is not None and not self._is_over(engine):
                 return engine
-            if asyncio.get_running_loop().time() < self._failed.get(name, 0.0):
-                raise _not_served()
+            until, reason = self._failed.get(name, (0.0, ""))
+            if asyncio.get_running_loop().time() < until:
+                raise Unavailable(reason)
             if engine is not None and name == self._settings.namespace:
                 return await self._replace(engine)
             if engine is not None:
@@ -121,7 +123,8 @@ class Recommenders:
         Asked for the same again, a creation that broke off is completed.
         """
         settings = overridden(self._settings, name, overrides)
-        wanted = None if layout is None else layout.to_json()
+        learner, wanted = learner_settings(settings), None if layout is None else layout.to_json()
+        check_size(learner, wanted, blamed="METABAN_LEARNER, METABAN_ARM_FEATURES")  # as members of the call
         self.default.require_store()
         async with self._opening:
             before = await self._namespaces.load(name)
@@ -135,7 +138,7 @@ class Recommenders:
                     name,
                     partitions=settings.partitions,
                     seed=settings.seed,
-                    learner=learner_settings(settings).to_json(),
+                    learner=learner.to_json(),
                     layout=wanted,
                     overrides=dict(overrides),
                 )
@@ -227,10 +230,11 @@ class Recommenders:
         except Exception as error:
             # Whatever it is, it is wrong with this one, and the others are served.
             log.error("namespace not opened", namespace=name, exc_info=error)
-            self._failed[name] = asyncio.get_running_loop().time() + RETRY_S
+            reason = _not_served(error)
+            self._failed[name] = (asyncio.get_running_loop().time() + RETRY_S, reason)
             if name not in self._engines:
                 self._metrics.forget(name)
-            raise _not_served() from error
+            raise Unavailable(reason) from error
         self._failed.pop(name, None)
         self._engines[name] = engine
         return engine
@@ -278,5 +282,7 @@ def _taken() -> NamespaceExists:
     return NamespaceExists("A namespace of this name exists.")
 
 
-def _not_served() -> Unavailable:
-    return Unavailable("This namespace cannot be served as it is; the log of the service says why.")
+def _not_served(error: Exception) -> str:
+    if isinstance(error, SettingsError):
+        return f"This namespace cannot be served with its settings; it can be deleted. {error}"
+    return "This namespace cannot be served as it is; the log of the service says why."

@@ -12,7 +12,8 @@ from typing import final
 import structlog
 
 from models.device import choose_device
-from models.features import FeatureLayout, Features, assemble, infer_layout
+from models.features import FeatureError, FeatureLayout, Features, assemble, infer_layout
+from models.learner import Learner
 from models.presets import build_learner
 from models.settings import stored_settings
 from service.explaining import Explainer
@@ -138,6 +139,7 @@ class ServingRoom:
                 assemble(layout, features, context)
                 current = await self._namespaces.reload(self._live.record)
                 if current.layout is None:
+                    _check_size(current, layout)
                     current = await self._namespaces.set_layout(current, layout.to_json())
                 self.take(current)
                 self.serving = await self._open(current, FeatureLayout.from_json(current.layout or layout.to_json()))
@@ -146,14 +148,9 @@ class ServingRoom:
             return self.serving
 
     async def _open(self, record: NamespaceRecord, layout: FeatureLayout) -> Serving:
-        settings = self._live.settings
         learner = build_learner(stored_settings(record.learner), layout.dimension)
-        model = ServedModel(
-            learner,
-            choose_device(settings.device),
-            pool_max=settings.candidate_pool,
-            guests_max=settings.active_users_max,
-        )
+        # Not here: the first tensors of a large learner take a while, and others are served meanwhile.
+        model = await asyncio.get_running_loop().run_in_executor(self._compute, self._model, learner)
         fusion = ServedFusion(self._fusion, learner, self._compute, self._metrics)
         replica = Replica(
             self._users,
@@ -167,3 +164,20 @@ class ServingRoom:
         await replica.start()
         explainer = Explainer(model, layout, self._compute)
         return Serving(layout, model, replica, Scorer(model, self._compute, self._metrics), explainer, fusion)
+
+    def _model(self, learner: Learner) -> ServedModel:
+        settings = self._live.settings
+        return ServedModel(
+            learner,
+            choose_device(settings.device),
+            pool_max=settings.candidate_pool,
+            guests_max=settings.active_users_max,
+        )
+
+
+def _check_size(record: NamespaceRecord, layout: FeatureLayout) -> None:
+    """Have nothing fixed by a request of more inputs than the learner of the namespace can have."""
+    try:
+        build_learner(stored_settings(record.learner), layout.dimension)
+    except ValueError as error:
+        raise FeatureError(("arms", 0, "features"), str(error)) from None

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as BadSource
 
 from models.exploration import DRAWS, DRAWS_SCALE
-from models.settings import LearnerSettings, named_settings
+from models.settings import LIMITS, LearnerSettings, named_settings
 from service.setting_checks import digests_only, hosts_only, known_scheme, origins_only, split_words
 from service.tracing import can_trace
 from store.reward_rules import RewardRules
@@ -75,21 +75,31 @@ class Settings(BaseSettings):
         default="default",
         description="Posterior heads on a shared trunk, Meta-Ban as published, or what its public code does.",
     )
-    alpha: float | None = Field(default=None, ge=0, le=1e6, description="Weight of the exploration bonus.")
+    alpha: float | None = Field(
+        default=None, ge=0, le=LIMITS["alpha"].most, description="Weight of the exploration bonus."
+    )
     bonus: Literal["gradient", "posterior"] | None = Field(
         default=None,
         description="What the bonus of paper and pooled is made of: gradients, as published, or the deviation of the "
         "asking user's own learner. That of the preset default always is its posterior's.",
     )
-    nu: float | None = Field(default=None, gt=1, le=1e6, description="Group tolerance ν of Eq. 4.")
+    nu: float | None = Field(default=None, gt=1, le=LIMITS["nu"].most, description="Group tolerance ν of Eq. 4.")
     gamma: float | None = Field(default=None, ge=0, lt=1, description="Group gap γ of Eq. 4.")
-    width: int | None = Field(default=None, ge=1, le=4096, description="Units in each hidden layer, m.")
-    depth: int | None = Field(default=None, ge=2, le=16, description="Layers, L.")
-    user_steps: int | None = Field(default=None, ge=1, le=10_000, description="Steps of a user's learner, J₁.")
-    meta_steps: int | None = Field(default=None, ge=1, le=10_000, description="Steps of the adaptation, J₂.")
-    user_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of a user's learner, η₁.")
-    meta_rate: float | None = Field(default=None, gt=0, le=10, description="Rate of the adaptation, η₂.")
-    l1: float | None = Field(default=None, ge=0, le=1e3, description="Weight of the L1 term, λ.")
+    width: int | None = Field(default=None, ge=1, le=LIMITS["width"].most, description="Units in each hidden layer, m.")
+    depth: int | None = Field(default=None, ge=2, le=LIMITS["depth"].most, description="Layers, L.")
+    user_steps: int | None = Field(
+        default=None, ge=1, le=LIMITS["user_steps"].most, description="Steps of a user's learner, J₁."
+    )
+    meta_steps: int | None = Field(
+        default=None, ge=1, le=LIMITS["meta_steps"].most, description="Steps of the adaptation, J₂."
+    )
+    user_rate: float | None = Field(
+        default=None, gt=0, le=LIMITS["user_rate"].most, description="Rate of a user's learner, η₁."
+    )
+    meta_rate: float | None = Field(
+        default=None, gt=0, le=LIMITS["meta_rate"].most, description="Rate of the adaptation, η₂."
+    )
+    l1: float | None = Field(default=None, ge=0, le=LIMITS["l1"].most, description="Weight of the L1 term, λ.")
     standardize: bool | None = Field(default=None, description="Standardise inputs by their running moments.")
     learner: dict[str, JsonValue] = Field(
         default_factory=dict,

@@ -76,7 +76,7 @@ async def restore_snapshot(
                 f"snapshot {manifest.id} is of namespace {manifest.namespace}, not of {namespace}: set "
                 "METABAN_NAMESPACE to that one, or say with --as that it is to become another"
             )
-        record_rules = rules_for(rules, manifest.learner, manifest.layout)
+        record_rules = await asyncio.to_thread(rules_for, rules, manifest.learner, manifest.layout)
         report = _report(progress, "verified")
         await asyncio.to_thread(reader.verify, record_rules, report)
         record = await _open(redis, namespace, manifest, rules)

@@ -79,7 +79,8 @@ async def create_snapshot(
             f"users are partly those of snapshot {unfinished.snapshot}, whose restore is not finished: "
             "restore it again, then take this snapshot"
         )
-    record_rules = rules_for(rules, record.learner, record.layout)
+    # Not here: the shapes of a large learner are those of tensors that take a while to make.
+    record_rules = await asyncio.to_thread(rules_for, rules, record.learner, record.layout)
     epochs = EpochStore(redis, record.keys, record.store_epoch)
     with await asyncio.to_thread(SnapshotWriter, folder) as writer:
         async with hold_lease(epochs, f"snapshot {uuid4().hex}", wait_s=lease_wait_s) as lease:

@@ -33,7 +33,10 @@ class SharedEpoch:
 
 @final
 class NamespaceModel:
-    """A trainer for the namespace's record, rebuilt when the record changes, and its current epoch."""
+    """A trainer for the namespace's record, rebuilt when the record changes, and its current epoch.
+
+    To make one takes as long as the first tensors of its learner do: let a thread wait for it.
+    """
 
     def __init__(self, namespaces: Namespaces, epochs: EpochStore, record: NamespaceRecord, device: torch.device):
         self._namespaces = namespaces
@@ -46,7 +49,7 @@ class NamespaceModel:
         self._adopted: tuple[int, str] | None = None
         self._breaks = 0
         self._refreshing = asyncio.Lock()
-        self._adopt(record, None)
+        self._adopt(record, None, self._built(record, None))
 
     @property
     def record(self) -> NamespaceRecord:
@@ -86,7 +89,8 @@ class NamespaceModel:
         if record.revision == self._record.revision:
             return
         async with self._refreshing:
-            self._adopt(await self._namespaces.reload(self._record), await self._epochs.current())
+            record, published = await self._namespaces.reload(self._record), await self._epochs.current()
+            self._adopt(record, published, await asyncio.to_thread(self._built, record, published))
 
     async def refresh_epoch(self) -> None:
         """Take over the newest published epoch; the one of the settings when the store has lost all."""
@@ -95,31 +99,42 @@ class NamespaceModel:
         async with self._refreshing:  # two answers may arrive in either order
             published = await self._epochs.current()
             if _identity(published) != self._adopted:
-                self._adopt_epoch(self._trainer, published)
+                self._adopt_epoch(published, await asyncio.to_thread(self._shared, self._trainer, published))
 
     def on_device(self, epoch: Epoch) -> SharedEpoch:
         """A published epoch as tensors."""
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in epoch.tensors.items()}
         return SharedEpoch(epoch.number, epoch.events, epoch.members, tensors, epoch.refitted, epoch.stamp)
 
-    def _adopt(self, record: NamespaceRecord, published: Epoch | None) -> None:
-        self._record = record
-        self._rules = record.reward_rules
+    def _built(self, record: NamespaceRecord, published: Epoch | None) -> tuple[Trainer, SharedEpoch] | None:
+        """What a record and an epoch come to, while those before still hold; None without a layout."""
         if record.layout is None:
-            self._trainer = None
-            return
+            return None
         settings = stored_settings(record.learner)
         learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
-        self._trainer = Trainer(learner, self._device, user_weight=settings.user_weight, rules=self._rules)
-        self._adopt_epoch(self._trainer, published)
+        trainer = Trainer(learner, self._device, user_weight=settings.user_weight, rules=record.reward_rules)
+        return trainer, self._shared(trainer, published)
 
-    def _adopt_epoch(self, trainer: Trainer, published: Epoch | None) -> None:
+    def _shared(self, trainer: Trainer, published: Epoch | None) -> SharedEpoch:
+        if published is not None:
+            return self.on_device(published)
+        initial = {name: tensor.to(self._device) for name, tensor in trainer.learner.initial_shared().items()}
+        return SharedEpoch(0, 0, (), initial)
+
+    def _adopt(
+        self, record: NamespaceRecord, published: Epoch | None, built: tuple[Trainer, SharedEpoch] | None
+    ) -> None:
+        self._record = record
+        self._rules = record.reward_rules
+        if built is None:
+            self._trainer = None
+            return
+        self._trainer, epoch = built
+        self._adopt_epoch(published, epoch)
+
+    def _adopt_epoch(self, published: Epoch | None, epoch: SharedEpoch) -> None:
         before, found = self._adopted, _identity(published)
-        if published is None:
-            initial = {name: tensor.to(self._device) for name, tensor in trainer.learner.initial_shared().items()}
-            self._epoch = SharedEpoch(0, 0, (), initial)
-        else:
-            self._epoch = self.on_device(published)
+        self._epoch = epoch
         self._adopted = found
         followed = published is not None and before == (published.number - 1, published.follows)
         if before not in (None, found) and not followed:

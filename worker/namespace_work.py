@@ -112,7 +112,9 @@ class NamespaceWork:
         )
         users = UserStore(redis, record.keys, record.store_epoch, samples_kept=settings.samples_kept)
         epochs = EpochStore(redis, record.keys, record.store_epoch)
-        model = NamespaceModel(Namespaces(redis), epochs, record, choose_device(settings.device))
+        model = await asyncio.to_thread(
+            NamespaceModel, Namespaces(redis), epochs, record, choose_device(settings.device)
+        )
         await model.refresh_epoch()
         ending = asyncio.Event()
         meta = MetaTrainer(

@@ -148,7 +148,7 @@ async def create(request: Request) -> NamespaceOut:
     try:
         record = await edge.recommenders.create(wanted.name, overrides, _layout(wanted, edge.settings))
     except SettingsError as error:
-        raise unusable_settings(str(error), overrides) from error
+        raise unusable_settings(str(error), wanted.model_fields_set) from error
     note_detail(request, name=wanted.name)
     return _shown(record)
 

@@ -108,7 +108,9 @@ class TestPublishing:
 
     async def test_an_epoch_that_is_not_finite_is_never_published(self, open_workshop: OpenWorkshop) -> None:
         """Everyone starts from it, and later ones are derived from it: there would be no way back."""
-        shop = await open_workshop(settings=small(preset="pooled", meta_rate=1e30, epoch_events=4))
+        shop = await open_workshop(
+            settings=small(preset="pooled", meta_rate=10.0, input_norm=1e3, meta_steps=30, epoch_events=4)
+        )
         meta = shop.meta()
         await meta._tick()
         before = await current(shop)
