@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from service.settings import Settings
-from service.terminal import Tell, fail, progress_bar, settings_or_exit, stderr, stdout
+from service.terminal import Tell, fail, print_rows, progress_bar, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from models.features import FeatureLayout
@@ -95,14 +93,16 @@ def list_arms(
         return await store.page(limit=limit, cursor=cursor)
 
     page = _with_catalogue(work)
-    table = Table("arm", "version", "features", box=None, pad_edge=False)
-    for arm in page.arms:
-        if as_json:
+    if as_json:
+        for arm in page.arms:
             stdout.print(json.dumps(asdict(arm)), markup=False)
-        else:
-            table.add_row(escape(arm.id), str(arm.version), escape(json.dumps(arm.features, ensure_ascii=False)))
-    if not as_json:
-        stdout.print(table if page.arms else "no arms", soft_wrap=False)
+    elif page.arms:
+        print_rows(
+            ("arm", "version", "features"),
+            [(arm.id, str(arm.version), json.dumps(arm.features, ensure_ascii=False)) for arm in page.arms],
+        )
+    else:
+        stdout.print("no arms")
     if page.cursor is not None:
         stderr.print(f"there are more: --cursor {page.cursor}", markup=False)
 

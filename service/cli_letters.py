@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from service.settings import Settings
-from service.terminal import WRONG_USE, fail, settings_or_exit, stderr, stdout
+from service.terminal import WRONG_USE, fail, print_rows, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from store.dead_letters import DeadLetter
@@ -23,6 +21,7 @@ letters_app = typer.Typer(
     epilog="Works on the namespace of METABAN_NAMESPACE, in the store that `metaban snapshot --help` tells of.",
     no_args_is_help=True,
 )
+COLUMNS: Final = ("partition", "letter", "user", "decision", "arm", "reward", "reason")
 Result = TypeVar("Result")
 
 Partition = Annotated[int, typer.Argument(min=0, help="As listed.")]
@@ -41,15 +40,15 @@ def list_letters(
         page = _with_stream(lambda stream: stream.dead_letters(limit=limit, cursor=cursor, newest_first=not oldest))
     except ValueError as error:
         fail(str(error), status=WRONG_USE)
-    table = Table("partition", "letter", "user", "decision", "arm", "reward", "reason", box=None, pad_edge=False)
-    for letter in page.letters:
-        row = _row(letter)
-        if as_json:
+    rows = [_row(letter) for letter in page.letters]
+    if as_json:
+        for row in rows:
             stdout.print(json.dumps(row), markup=False)
-        else:
-            table.add_row(*(escape("" if value is None else str(value)) for value in row.values()))
-    if not as_json:
-        stdout.print(table if page.letters else "no dead letters", soft_wrap=False)
+    elif rows:
+        cells = [["" if value is None else str(value) for value in row.values()] for row in rows]
+        print_rows(COLUMNS, cells, unbroken={"letter"})
+    else:
+        stdout.print("no dead letters")
     if page.cursor is not None:
         stderr.print(f"there are more: --cursor {page.cursor}", markup=False)
 

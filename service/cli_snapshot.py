@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from service.settings import Settings
-from service.terminal import Tell, fail, progress_bar, settings_or_exit, stderr, stdout
+from service.terminal import Tell, fail, print_rows, progress_bar, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from service.snapshot_rules import KnownLearners
     from store.connection import Store
     from store.snapshot_folder import Listed, SnapshotFolder
 
+COLUMNS: Final = ("id", "name", "age", "MiB", "users", "events", "epoch", "state")
 UNITS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 snapshot_app = typer.Typer(
@@ -38,7 +39,8 @@ snapshot_app = typer.Typer(
   metaban snapshot restore 20260301T060000Z-ab12cd
 
 Talks to REDIS_URL; or else to the private Valkey in METABAN_DATA_DIR, that of a running service or one started for the
-time of the command. Works on the namespace of METABAN_NAMESPACE. Files are in METABAN_DATA_DIR/snapshots.
+time of the command. Works on the namespace of METABAN_NAMESPACE: `list`, names and `latest` are of its snapshots
+alone. Files are in METABAN_DATA_DIR/snapshots.
 """,
 )
 
@@ -85,16 +87,18 @@ def show(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every snapshot whole, to see that it is intact.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Show the snapshots there are, the newest first. Exits with 1 when one cannot be used."""
+    """Show the snapshots of the namespace, the newest first. Exits with 1 when one cannot be used."""
     with _told_errors() as settings:
         listed = _folder(settings).list(verify=verify)
-        table = Table(
-            "id", "name", "namespace", "age", "MiB", "users", "events", "epoch", "state", box=None, pad_edge=False
-        )
-        for entry in listed:
-            table.add_row(*map(escape, _row(entry, verify=verify)))
-        stdout.print(table, soft_wrap=False)
+        if as_json:
+            for entry in listed:
+                stdout.print(json.dumps(entry.fields(verified=verify)), markup=False)
+        elif listed:
+            print_rows(COLUMNS, [_row(entry, verify=verify) for entry in listed], unbroken={"id"})
+        else:
+            stdout.print(f"no snapshots of namespace {settings.namespace}", markup=False)
         for entry in listed:
             if entry.problem:
                 stderr.print(f"[red]{entry.id}[/] {escape(entry.problem)}")
@@ -188,7 +192,7 @@ def _told_errors() -> Iterator[Settings]:
 def _folder(settings: Settings) -> SnapshotFolder:
     from store.snapshot_folder import SnapshotFolder
 
-    return SnapshotFolder(settings.data_dir, _rules())
+    return SnapshotFolder(settings.data_dir, settings.namespace, _rules())
 
 
 def _rules() -> KnownLearners:
@@ -201,12 +205,11 @@ def _row(entry: Listed, *, verify: bool) -> list[str]:
     size = f"{entry.size / 2**20:.1f}"
     manifest = entry.manifest
     if manifest is None:
-        return [entry.id, "", "", "", size, "", "", "", "damaged"]
+        return [entry.id, "", "", size, "", "", "", "damaged"]
     state = "intact" if verify else "not verified"
     return [
         entry.id,
         manifest.name,
-        manifest.namespace,
         _age(time.time() - manifest.created_ms / 1_000),
         size,
         str(manifest.users),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, final
 
@@ -29,7 +28,7 @@ class SnapshotDesk:
         self._redis = redis
         self._namespace = record.name
         self._rules = KnownLearners()
-        self._folder = SnapshotFolder(settings.data_dir, self._rules)
+        self._folder = SnapshotFolder(settings.data_dir, record.name, self._rules)
         self._restores = RestoreStore(redis, record.keys, record.store_epoch)
         self._verifying: asyncio.Task[list[Listed]] | None = None
         self.jobs = JobTable()
@@ -63,16 +62,12 @@ class SnapshotDesk:
         JobRunning while they are being verified for another.
         """
         if not verify:
-            return self._own(await asyncio.to_thread(self._folder.list))
+            return tuple(await asyncio.to_thread(self._folder.list))
         if self._verifying is not None and not self._verifying.done():
             raise JobRunning("Snapshots are being verified for somebody else; wait for that to end.")
         self._verifying = asyncio.create_task(asyncio.to_thread(self._folder.list, verify=True))
         # The thread goes on when whoever asked has left, and counts until it has ended.
-        return self._own(await asyncio.shield(self._verifying))
-
-    def _own(self, listed: Iterable[Listed]) -> tuple[Listed, ...]:
-        """Those of the namespace; whose a file is that cannot be read, nobody knows."""
-        return tuple(entry for entry in listed if entry.manifest is None or entry.manifest.namespace == self._namespace)
+        return tuple(await asyncio.shield(self._verifying))
 
     async def check(self) -> CheckResult | None:
         """Whether a restore is under way, or was left unfinished, which somebody has to see to."""

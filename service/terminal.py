@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn, TypeAlias
 
@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from service.settings import Settings, SettingsError, load_settings
 
@@ -36,6 +38,23 @@ def fail(message: str, *, status: int = 1) -> NoReturn:
     """End the command with a reason."""
     stderr.print(f"[red]error[/] {escape(message)}")
     raise typer.Exit(status)
+
+
+def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]], *, unbroken: Collection[str] = ()) -> None:
+    """A table in which no cell is cut: what it shows is pasted into other commands.
+
+    On a terminal cells are folded to its width, except those of the columns that are to stay `unbroken`. Elsewhere
+    every row is one line, for `grep` and the like.
+    """
+    columns = []
+    for place, head in enumerate(heads):
+        whole = not stdout.is_terminal or head in unbroken
+        longest = max(Text(row[place]).cell_len for row in (heads, *rows))
+        columns.append(Column(head, overflow="fold", no_wrap=whole, min_width=longest if whole else None))
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    stdout.print(table, soft_wrap=False, crop=False)
 
 
 @contextmanager

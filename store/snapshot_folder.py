@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from store.errors import SnapshotError
 from store.snapshot_file import SnapshotReader
@@ -24,22 +24,47 @@ class Listed:
     manifest: Manifest | None
     problem: str = ""
 
+    def fields(self, *, verified: bool) -> dict[str, Any]:
+        """What is known of it, by the names that the API and `--json` have for it."""
+        known = self.manifest
+        return {
+            "id": self.id,
+            "name": known.name if known else "",
+            "namespace": known and known.namespace,
+            "created_ms": known and known.created_ms,
+            "size": self.size,
+            "users": known and known.users,
+            "events": known and known.events,
+            "epoch": known and known.epoch,
+            "intact": (True if verified else None) if known else False,
+            "problem": self.problem or None,
+        }
+
 
 @final
 class SnapshotFolder:
-    """`METABAN_DATA_DIR/snapshots`. Reads files, so do not call it on an event loop."""
+    """`METABAN_DATA_DIR/snapshots` as one namespace sees it. Reads files, so do not call it on an event loop."""
 
-    def __init__(self, data_dir: Path, rules: LearnerRules) -> None:
+    def __init__(self, data_dir: Path, namespace: str, rules: LearnerRules) -> None:
         self.path = data_dir / "snapshots"
+        self._namespace = namespace
         self._rules = rules
 
     def list(self, *, verify: bool = False) -> list[Listed]:
-        """Every snapshot, the newest first; with `verify`, all of it is read."""
+        """Every snapshot of the namespace, the newest first; with `verify`, all of it is read.
+
+        Files that cannot be read are among them: whose they are, nobody knows.
+        """
         found = sorted((path for path in self.path.glob("*.tar") if ID_PATTERN.fullmatch(path.stem)), reverse=True)
-        return [self._look(path, verify=verify) for path in found]
+        looked = (self._look(path, verify=verify) for path in found)
+        return [entry for entry in looked if entry is not None]
 
     def find(self, wanted: str) -> Path:
-        """The file of a snapshot by its id or name, or of the latest; SnapshotError when there is none, or several."""
+        """The file of a snapshot by its id or name, or of the latest; SnapshotError when there is none, or several.
+
+        Names and `latest` are the namespace's own. An id may be that of another's snapshot: a restore says so or,
+        asked to, takes it over.
+        """
         if ID_PATTERN.fullmatch(wanted):
             path = self.path / f"{wanted}.tar"
             if path.is_file():
@@ -50,9 +75,14 @@ class SnapshotFolder:
         else:
             matching = [entry for entry in known if entry.manifest is not None and entry.manifest.name == wanted]
         if len(matching) > 1:
-            raise SnapshotError(f"{len(matching)} snapshots are called {wanted}: name one by its id")
+            raise SnapshotError(
+                f"{len(matching)} snapshots of namespace {self._namespace} are called {wanted}: name one by its id"
+            )
         if not matching:
-            raise SnapshotError(f"there is no snapshot {wanted} in {self.path}: `metaban snapshot list` shows them")
+            raise SnapshotError(
+                f"there is no snapshot {wanted} of namespace {self._namespace} in {self.path}: "
+                "`metaban snapshot list` shows them"
+            )
         return self.path / f"{matching[0].id}.tar"
 
     def export(self, wanted: str, target: Path, progress: Callable[[int, int], None]) -> Manifest:
@@ -81,9 +111,12 @@ class SnapshotFolder:
     def _verify(self, reader: SnapshotReader, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         reader.verify(rules_for(self._rules, reader.manifest.learner, reader.manifest.layout), progress)
 
-    def _look(self, path: Path, *, verify: bool) -> Listed:
+    def _look(self, path: Path, *, verify: bool) -> Listed | None:
+        """What the file is; None for a snapshot of another namespace, which is not read further."""
         try:
             with SnapshotReader(path) as reader:
+                if reader.manifest.namespace != self._namespace:
+                    return None
                 if verify:
                     self._verify(reader)
                 return Listed(path.stem, reader.size, reader.manifest)

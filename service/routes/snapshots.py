@@ -98,24 +98,7 @@ async def show(
 ) -> SnapshotListOut:
     """The snapshots on this machine, the newest first."""
     listed = await engine.snapshots.list(verify=verify)
-    return SnapshotListOut(
-        snapshots=[
-            SnapshotOut(
-                id=entry.id,
-                name=entry.manifest.name,
-                namespace=entry.manifest.namespace,
-                created_ms=entry.manifest.created_ms,
-                size=entry.size,
-                users=entry.manifest.users,
-                events=entry.manifest.events,
-                epoch=entry.manifest.epoch,
-                intact=True if verify else None,
-            )
-            if entry.manifest is not None
-            else SnapshotOut(id=entry.id, size=entry.size, intact=False, problem=entry.problem)
-            for entry in listed
-        ]
-    )
+    return SnapshotListOut(snapshots=[SnapshotOut(**entry.fields(verified=verify)) for entry in listed])
 
 
 @router.post(

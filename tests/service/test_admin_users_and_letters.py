@@ -345,9 +345,9 @@ class TestCommands:
         monkeypatch.setenv("REDIS_URL", valkey_url)
         monkeypatch.setenv("METABAN_NAMESPACE", "shop")
 
-    async def run(self, *words: str, code: int = 0) -> str:
+    async def run(self, *words: str, code: int = 0, **changes: str) -> str:
         """What the command says; it has a loop of its own, so a thread of its own too."""
-        environment = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+        environment = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "xterm", **changes}
         result = await asyncio.to_thread(CliRunner().invoke, command_line, ["dead-letters", *words], env=environment)
         assert result.exit_code == code, result.output
         return str(result.output)
@@ -373,6 +373,13 @@ class TestCommands:
         assert "replayed 1, refused 0" in await self.run("replay", "--all")
         assert "no dead letters" in await self.run("list")
         assert await EventStream(client, KEYS, dedupe_window_s=60, backlog_limit=9).backlog() == 2
+
+    @pytest.mark.parametrize("terminal", ["1", ""])
+    async def test_ids_are_whole_on_a_narrow_screen(self, monkeypatch: pytest.MonkeyPatch, terminal: str) -> None:
+        monkeypatch.setenv("FORCE_COLOR", terminal)
+        said = await self.run("list", COLUMNS="40")
+        assert "…" not in said
+        assert all(str(letter["letter_id"]) in said for letter in await self.listed())
 
     async def test_wrong_use(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert "cursor" in await self.run("list", "--cursor", "x", code=2)

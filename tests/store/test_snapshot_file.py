@@ -247,7 +247,7 @@ def test_foreign_files(tmp_path: Path) -> None:
 def test_an_unfinished_file_is_no_snapshot(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path)
     writer.add_users(KEYS.partition_of("u"), [record("u")])
-    folder = SnapshotFolder(tmp_path.parent, Learners())
+    folder = SnapshotFolder(tmp_path.parent, "shop", Learners())
     folder.path = tmp_path
     assert folder.list() == []
     assert len(os.listdir(tmp_path)) == 1
@@ -272,7 +272,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SnapshotFolder:
-    return SnapshotFolder(tmp_path, Learners())
+    return SnapshotFolder(tmp_path, "shop", Learners())
 
 
 @pytest.fixture
