@@ -31,16 +31,18 @@ from bench.cli_parts import bayes, fusion, transfer
 EPILOG: Final = """
 [bold]Examples[/bold]
 
-  metaban bench regret --quick                           every method in the synthetic world, small
+  metaban bench regret --quick           # the synthetic world, small
 
-  metaban bench regret --env movielens --check           ten thousand rounds, three seeds, claims checked
+  metaban bench regret --env movielens --check   # 10,000 rounds, three seeds
 
-  metaban bench regret --env yelp --methods default,linucb-user,vw --rounds 2000 --plot yelp.png
+  metaban bench regret --env yelp --methods default,vw --rounds 2000
 
-  metaban bench scenarios --only delay --json out.json   one claim about the synthetic world
+  metaban bench scenarios --only delay --json out.json   # one claim
 
-[bold]Environments[/bold]: synthetic needs nothing; movielens, yelp, service and mnist read public data sets from
---data, from $METABAN_BENCH_DATA or from ../shared/data, and are skipped where there are none.
+[bold]Environments[/bold]: synthetic needs nothing; movielens, yelp, service
+and mnist read public data sets from --data, from $METABAN_BENCH_DATA or from
+../shared/data, and are skipped where there are none: docs/learner.md tells
+what the files hold. With --check, a run in which all is skipped fails.
 
 [bold]Seeds[/bold] 100-102 are for reporting. Settings are chosen on others.
 """

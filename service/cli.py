@@ -23,23 +23,26 @@ if TYPE_CHECKING:
 
 LEVEL_COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
+#: Lines of epilogs fit into 80 columns: typer breaks longer ones and fills them up with blanks, which hurts what is
+#: to be pasted. For that reason, too, none goes on after a backslash.
 EPILOG: Final = """
 [bold]Examples[/bold]
 
-  metaban serve                                   the service, its worker and a private Valkey; state in ./data
+  metaban serve                   # service, worker, private Valkey, ./data
 
-  METABAN_DATA_DIR=/srv/metaban metaban serve     the same, with the state elsewhere
+  METABAN_DATA_DIR=/srv/metaban metaban serve   # with the state elsewhere
 
-  REDIS_URL=redis://localhost metaban serve       with a Redis 7 or Valkey of your own
+  REDIS_URL=redis://localhost metaban serve     # with a Redis of your own
 
-  metaban demo                                    watch it learn, on simulated users
+  metaban demo                    # watch it learn, on simulated users
 
-  metaban key                                     a key for clients, and the digest that the service is given
+  metaban key                     # a key for clients, and its digest
 
-  metaban doctor                                  what is missing on this machine, and what to do
+  metaban doctor                  # what is missing here, and what to do
 
-Commands that look at the store work on the namespace of METABAN_NAMESPACE; /docs of the service has all calls.
-Settings are environment variables; `metaban settings` lists all of them.
+Commands that look at the store work on the namespace of METABAN_NAMESPACE;
+/docs of the service has all calls. Settings are environment variables;
+`metaban settings` lists all of them.
 """
 
 app = typer.Typer(
@@ -76,14 +79,18 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 
     epilog="""
 [bold]Try it[/bold]
 
-  curl -s localhost:8000/recommend -H 'Content-Type: application/json' -d \\
-    '{"user_id": "u1", "arms": [{"id": "a", "features": [1, 0]}, {"id": "b", "features": [0, 1]}]}'
+  curl -s localhost:8000/recommend -H 'Content-Type: application/json' -d '{
+    "decision_id": "first-order", "user_id": "ada", "arms": [
+    {"id": "espresso",  "features": {"kind": "coffee", "hot": true}},
+    {"id": "sencha",    "features": {"kind": "tea",    "hot": true}},
+    {"id": "croissant", "features": {"kind": "pastry", "hot": false}}]}'
 
-  curl -s localhost:8000/feedback -H 'Content-Type: application/json' -d \\
-    '{"decision_id": "…", "reward": 1}'
+  curl -s localhost:8000/feedback -H 'Content-Type: application/json' -d '{
+    "decision_id": "first-order", "reward": 1}'
 
-Ctrl-C and SIGTERM stop in order: requests are served for METABAN_DRAIN_S more while /health/ready sends them elsewhere
-(a second signal skips that), those under way are finished, then the worker, the private Valkey.
+Ctrl-C and SIGTERM stop in order: requests are served for METABAN_DRAIN_S more
+while /health/ready sends them elsewhere (a second signal skips that), those
+under way are finished, then the worker, the private Valkey.
 """
 )
 def serve(
@@ -199,12 +206,15 @@ def showsettings_or_exit() -> None:
     epilog="""
 [bold]The world[/bold]
 
-  Items are points on a sphere, and users belong to three hidden groups (half, 30 % and 20 % of them). A group likes
-  what is near one of its two favourite spots: no linear function of the features, and nothing tells users of two
-  groups apart but what they like. Most users arrive while the show runs. A chooser without a clue plays beside.
+  Items are points on a sphere, and users belong to three hidden groups
+  (half, 30 % and 20 % of them). A group likes what is near one of its two
+  favourite spots: no linear function of the features, and nothing tells users
+  of two groups apart but what they like. Most users arrive while the show
+  runs. A chooser without a clue plays beside.
 
-The show plays in a namespace of its own, which it removes at the end. With --seed the world is the same every time;
-what the service chooses also depends on when its worker has learned what.
+The show plays in a namespace of its own, which it removes at the end. With
+--seed the world is the same every time; what the service chooses also depends
+on when its worker has learned what.
 """
 )
 def demo(

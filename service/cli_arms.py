@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 arms_app = typer.Typer(
     help="The catalogue of arms: import it from a file of JSON lines, export it to one, list it.",
-    epilog="Works on the namespace of METABAN_NAMESPACE, in the store that `metaban snapshot --help` tells of.",
+    epilog="Works on the namespace of METABAN_NAMESPACE, in the store that\n`metaban snapshot --help` tells of.",
     no_args_is_help=True,
 )
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 letters_app = typer.Typer(
     help="Events that no learner could take: list them, have them learned again, or throw them away.",
-    epilog="Works on the namespace of METABAN_NAMESPACE, in the store that `metaban snapshot --help` tells of.",
+    epilog="Works on the namespace of METABAN_NAMESPACE, in the store that\n`metaban snapshot --help` tells of.",
     no_args_is_help=True,
 )
 COLUMNS: Final = ("partition", "letter", "user", "decision", "arm", "reward", "reason")

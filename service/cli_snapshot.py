@@ -38,9 +38,10 @@ snapshot_app = typer.Typer(
 
   metaban snapshot restore 20260301T060000Z-ab12cd
 
-Talks to REDIS_URL; or else to the private Valkey in METABAN_DATA_DIR, that of a running service or one started for the
-time of the command. Works on the namespace of METABAN_NAMESPACE: `list`, names and `latest` are of its snapshots
-alone. Files are in METABAN_DATA_DIR/snapshots.
+Talks to REDIS_URL; or else to the private Valkey in METABAN_DATA_DIR, that of
+a running service or one started for the time of the command. Works on the
+namespace of METABAN_NAMESPACE: `list`, names and `latest` are of its
+snapshots alone. Files are in METABAN_DATA_DIR/snapshots.
 """,
 )
 
