@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from bench.cli import bench_app
 from service.cli_arms import arms_app
 from service.cli_letters import letters_app
 from service.cli_snapshot import snapshot_app
 from service.settings import Settings, SettingsError
-from service.terminal import fail, settings_or_exit, stderr, stdout
+from service.terminal import fail, print_rows, settings_or_exit, stderr, stdout
 
 if TYPE_CHECKING:
     from service.server import Running
@@ -104,9 +103,11 @@ def serve(
     settings = settings_or_exit()
     from service.logging import configure_logging
     from service.server import ServeError, serve
+    from service.setting_variables import warn_of_unknown_variables
     from store.errors import StoreError
 
     configure_logging(settings.log_format, settings.log_level)
+    warn_of_unknown_variables()
     try:
         serve(settings, host, port, with_worker=worker, announce=lambda running: _announce(settings, running))
     except (ServeError, SettingsError, StoreError) as error:
@@ -126,12 +127,14 @@ def worker() -> None:
         fail("set REDIS_URL to the store to work on; `metaban serve` has a worker for its private Valkey already")
     from service.descriptors import raise_limit
     from service.logging import configure_logging
+    from service.setting_variables import warn_of_unknown_variables
     from service.supervisor import end_with_parent
     from store.errors import StoreError
     from worker.namespace_work import WorkerSettings
     from worker.runtime import run_worker
 
     configure_logging(settings.log_format, settings.log_level)
+    warn_of_unknown_variables()
     end_with_parent()
     raise_limit()
     try:
@@ -161,11 +164,11 @@ def doctor(host: Host = "127.0.0.1", port: Port = 8000) -> None:
     from service.doctor import collect
 
     checks = collect(settings, host=host, port=port)
-    table = Table("", "check", "found", "what to do", box=None, pad_edge=False)
-    for check in checks:
-        colour = LEVEL_COLOURS[check.level]
-        table.add_row(f"[{colour}]{check.level}[/]", check.name, escape(check.detail), escape(check.advice))
-    stdout.print(table, soft_wrap=False)
+    print_rows(
+        ("", "check", "found", "what to do"),
+        [(Text(row.level, LEVEL_COLOURS[row.level]), row.name, row.detail, row.advice) for row in checks],
+        unbroken={""},
+    )
     if any(check.level == "fail" for check in checks):
         raise typer.Exit(1)
 
@@ -187,19 +190,12 @@ def key() -> None:
 
 
 @app.command("settings")
-def showsettings_or_exit() -> None:
+def show_settings() -> None:
     """List every setting: its variable, its value now, and what it means. Secrets are not shown."""
-    settings = settings_or_exit()
-    table = Table("variable", "value", "meaning", box=None, pad_edge=False)
-    for name, field in Settings.model_fields.items():
-        variable = "REDIS_URL" if name == "redis_url" else f"METABAN_{name.upper()}"
-        value = getattr(settings, name)
-        if not field.repr:
-            shown = "(set)" if value else "(unset)"
-        else:
-            shown = "(the preset's)" if value is None else str(value)
-        table.add_row(variable, escape(shown), escape(field.description or ""))
-    stdout.print(table, soft_wrap=False)
+    from service.setting_variables import setting_rows
+
+    rows = list(setting_rows(settings_or_exit()))
+    print_rows(("variable", "value", "meaning"), rows, unbroken={"variable"})
 
 
 @app.command(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, final
 
 from service.server import ServeError, bind, store_name
+from service.setting_variables import unknown_variables
 from service.settings import Settings
 from store.connection import ServerInfo, as_int, check_server, command, connect
 from store.errors import StoreError
@@ -90,9 +91,7 @@ def _packages() -> list[Check]:
 
 
 def _settings() -> list[Check]:
-    known = {f"METABAN_{name.upper()}" for name in Settings.model_fields}
-    unknown = sorted(name for name in os.environ if name.startswith("METABAN_") and name not in known)
-    if unknown:
+    if unknown := unknown_variables(os.environ):
         return [Check("settings", "warn", f"not known: {', '.join(unknown)}", "Look for a typing error.")]
     return [Check("settings", "ok", "all METABAN_… variables are known")]
 
@@ -199,8 +198,7 @@ def _port(settings: Settings, host: str, port: int) -> Check:
     try:
         listener: socket.socket = bind(settings, host, port)
     except ServeError as error:
-        first, _, rest = str(error).partition("\n")
-        return Check("port", "fail", first, rest.replace("\n", " "))
+        return Check("port", "fail", error.problem, error.remedy.replace("\n", " "))
     listener.close()
     return Check("port", "ok", f"{port} on {host} is free")
 

@@ -50,7 +50,12 @@ log = structlog.get_logger()
 
 
 class ServeError(Exception):
-    """`metaban serve` cannot run as it was asked to; the message says what to do."""
+    """`metaban serve` cannot run as it was asked to: why, and what to do."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}\n{remedy}")
+        self.problem = problem
+        self.remedy = remedy
 
 
 @final
@@ -94,13 +99,15 @@ def bind(settings: Settings, host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise ServeError(f"cannot find the address of --host {host}: {error}") from error
+        raise ServeError(
+            f"cannot find the address of --host {host}: {error}", "Name one of this machine, such as 127.0.0.1."
+        ) from error
     # The resolved address is judged and bound, so that a name cannot mean one here and another there.
     if not settings.has_keys and not ipaddress.ip_address(address[0]).is_loopback:
         raise ServeError(
-            f"refusing to listen on {host}: anyone who reaches it could use the service, since no keys are set.\n"
+            f"refusing to listen on {host}: anyone who reaches it could use the service, since no keys are set",
             "Make a key with `metaban key`, set METABAN_CLIENT_KEYS to its digest, and clients send the key in "
-            "the X-API-Key header.\nOr listen on this machine alone: --host 127.0.0.1"
+            "the X-API-Key header.\nOr listen on this machine alone: --host 127.0.0.1",
         )
     listener = socket.socket(family, kind, protocol)
     try:
@@ -111,7 +118,7 @@ def bind(settings: Settings, host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise ServeError(_why_not_bound(error, host, port)) from error
+        raise _not_bound(error, host, port) from error
     return listener
 
 
@@ -192,14 +199,16 @@ def _http_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _why_not_bound(error: OSError, host: str, port: int) -> str:
+def _not_bound(error: OSError, host: str, port: int) -> ServeError:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use: stop the program that has it, or choose another with --port"
+        return ServeError(
+            f"port {port} on {host} is in use", "Stop the program that has it, or choose another with --port."
+        )
     if error.errno == errno.EACCES:
-        return f"this user may not listen on port {port}: choose one above 1023 with --port"
+        return ServeError(f"this user may not listen on port {port}", "Choose one above 1023 with --port.")
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is not an address of this machine: choose another with --host"
-    return f"cannot listen on {host}, port {port}: {error}"
+        return ServeError(f"{host} is not an address of this machine", "Choose another with --host.")
+    return ServeError(f"cannot listen on {host}, port {port}: {error}", "Choose others with --host and --port.")
 
 
 @contextmanager

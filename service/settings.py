@@ -366,6 +366,11 @@ def load_settings(**overrides: Any) -> Settings:
         raise SettingsError(told(error)) from None
     learner_settings(settings)
     reward_rules(settings)
+    if settings.dedupe_window_s < settings.reward_window_s:
+        raise SettingsError(
+            "METABAN_DEDUPE_WINDOW_S: is shorter than METABAN_REWARD_WINDOW_S: a reward that is sent again in between "
+            "would be learned twice"
+        )
     if settings.durability == "replicated" and settings.redis_url is None:
         raise SettingsError(
             "METABAN_DURABILITY: replicated needs replicas, and the private Valkey has none: set REDIS_URL to a "

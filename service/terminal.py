@@ -18,6 +18,10 @@ from service.settings import Settings, SettingsError, load_settings
 #: Exit status of a command that was asked for something impossible, as typer has it for wrong options.
 WRONG_USE: Final = 2
 
+#: Columns of a table are this far apart, and not folded to less than the other.
+COLUMN_GAP: Final = 2
+NARROWEST: Final = 6
+
 #: Takes note of how far something is: what, done, of how many.
 Tell: TypeAlias = Callable[[str, int, int], None]
 
@@ -40,21 +44,34 @@ def fail(message: str, *, status: int = 1) -> NoReturn:
     raise typer.Exit(status)
 
 
-def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]], *, unbroken: Collection[str] = ()) -> None:
+def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str | Text]], *, unbroken: Collection[str] = ()) -> None:
     """A table in which no cell is cut: what it shows is pasted into other commands.
 
-    On a terminal cells are folded to its width, except those of the columns that are to stay `unbroken`. Elsewhere
-    every row is one line, for `grep` and the like.
+    On a terminal cells are folded to its width, except those of the columns that are to stay `unbroken`. Elsewhere,
+    and where the terminal is too narrow for that, every row is one line.
     """
-    columns = []
-    for place, head in enumerate(heads):
-        whole = not stdout.is_terminal or head in unbroken
-        longest = max(Text(row[place]).cell_len for row in (heads, *rows))
-        columns.append(Column(head, overflow="fold", no_wrap=whole, min_width=longest if whole else None))
+    cells = [[_text(cell) for cell in row] for row in (heads, *rows)]
+    longest = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
+    least = [
+        length if head in unbroken else min(length, NARROWEST) for head, length in zip(heads, longest, strict=True)
+    ]
+    if not stdout.is_terminal or sum(least) + COLUMN_GAP * (len(heads) - 1) > stdout.width:
+        for row in cells:
+            padded = (cell + Text(" " * (length - cell.cell_len)) for cell, length in zip(row, longest, strict=True))
+            line = Text(" " * COLUMN_GAP).join(padded)
+            line.rstrip()
+            stdout.print(line)
+        return
+    columns = (Column(head, overflow="fold", no_wrap=head in unbroken) for head in heads)
     table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    stdout.print(table, soft_wrap=False, crop=False)
+    for row in cells[1:]:
+        table.add_row(*row)
+    stdout.print(table, soft_wrap=False)
+
+
+def _text(cell: str | Text) -> Text:
+    """As it is: what looks like markup in it is none."""
+    return Text(cell) if isinstance(cell, str) else cell
 
 
 @contextmanager

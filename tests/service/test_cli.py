@@ -15,10 +15,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from bench.data import FOLDER_VARIABLE
 from service import doctor
 from service.auth import digest_of
 from service.cli import app
 from service.server import ServeError, bind, store_name
+from service.setting_variables import OTHER_VARIABLES, unknown_variables, variable_of
 from service.settings import Settings
 from tests.valkeys import eventually, running_pair
 
@@ -61,6 +63,43 @@ def test_settings_hide_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of("settings")
     assert "METABAN_REWARD_WINDOW_S" in text
     assert "secret@" not in text
+
+
+def test_settings_that_are_unset_and_those_of_the_preset() -> None:
+    values = {line.split()[0]: line for line in text_of("settings").splitlines()}
+    for variable in ("METABAN_DEFAULT_REWARD", "METABAN_REWARD_WAIT_S"):
+        assert re.match(rf"{variable} +\(unset\) ", values[variable])
+    for variable in ("METABAN_ALPHA", "METABAN_BONUS"):
+        assert re.match(rf"{variable} +\(the preset's\) ", values[variable])
+
+
+@pytest.mark.parametrize(
+    ("variable", "choices"),
+    [
+        ("METABAN_PRESET", "default, paper, pooled"),
+        ("METABAN_REPEATED_REWARDS", "first, last, sum"),
+        ("METABAN_DEVICE", "auto, cpu, cuda"),
+        ("METABAN_POLICY", "ucb, ucb-floor, squarecb, thompson"),
+        ("METABAN_BONUS", "gradient, posterior"),
+    ],
+)
+def test_settings_name_what_may_be_chosen(variable: str, choices: str) -> None:
+    (line,) = (line for line in text_of("settings").splitlines() if line.startswith(f"{variable} "))
+    assert f"One of {choices}." in line
+
+
+def test_names_of_variables_are_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = runner.invoke(app, ["settings"], env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}).output
+    shown = {line.split()[0] for line in said.splitlines() if line.startswith(("METABAN_", "REDIS_URL"))}
+    assert shown == {variable_of(name) for name in Settings.model_fields}
+
+
+def test_variables_that_are_no_settings() -> None:
+    assert {FOLDER_VARIABLE, "METABAN_KEY"} <= OTHER_VARIABLES
+    assert unknown_variables({"METABAN_EPSILO": "1", "metaban_epsilon": "1", "METABAN_KEY": "k", "PATH": "/"}) == [
+        "METABAN_EPSILO"
+    ]
 
 
 def test_a_worker_needs_a_store() -> None:
@@ -143,7 +182,10 @@ def test_doctor_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "port": "fail",
         "settings": "warn",
     }
-    assert all(check.advice or check.name == "port" for check in checks if check.level != "ok")
+    assert all(check.advice for check in checks if check.level != "ok")
+    (taken,) = (check for check in checks if check.name == "port")
+    assert "--port" in taken.advice
+    assert "--port" not in taken.detail
 
 
 def test_doctor_exits_with_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -152,7 +194,12 @@ def test_doctor_exits_with_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_serve_stops_everything_it_started(tmp_path: Path) -> None:
-    environment = {**os.environ, "METABAN_DATA_DIR": str(tmp_path / "data"), "METABAN_LOG_FORMAT": "json"}
+    environment = {
+        **os.environ,
+        "METABAN_DATA_DIR": str(tmp_path / "data"),
+        "METABAN_LOG_FORMAT": "json",
+        "METABAN_EPSILO": "0.7531",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "service.cli", "serve", "--port", "0"],
         env=environment,
@@ -174,6 +221,9 @@ def test_serve_stops_everything_it_started(tmp_path: Path) -> None:
     _, log = process.communicate(timeout=30)
     assert process.returncode == 0, log
     assert "Traceback" not in log
+    # Said once, though the worker has the same environment; and not what it was set to, which may be a secret.
+    assert log.count("METABAN_EPSILO") == 1
+    assert "0.7531" not in log
     worker = int(said["worker"].removeprefix("process "))
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():

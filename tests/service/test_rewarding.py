@@ -371,6 +371,8 @@ class TestRules:
             ({"METABAN_DEFAULT_REWARD": "2", "METABAN_REWARD_WAIT_S": "9"}, "between 0 and 1"),
             ({"METABAN_REWARD_WAIT_S": "99999"}, "METABAN_REWARD_WINDOW_S"),
             ({"METABAN_LATE_WINDOW_S": "-1"}, "METABAN_LATE_WINDOW_S"),
+            ({"METABAN_DEDUPE_WINDOW_S": "86399"}, "METABAN_DEDUPE_WINDOW_S: is shorter"),
+            ({"METABAN_REWARD_WINDOW_S": "604801"}, "METABAN_DEDUPE_WINDOW_S: is shorter"),
         ],
     )
     def test_settings_that_make_no_sense(
