@@ -22,6 +22,7 @@ from bench.cli_options import (
     Quick,
     Rounds,
     Seeds,
+    fail_unchecked,
     finish,
     parse_names,
     parse_seeds,
@@ -257,6 +258,9 @@ def tune(
             present.append(env)
         except DataMissing as missing:
             console.print(f"skipped {env}: {missing}", highlight=False, markup=False, soft_wrap=True)
+    if not present:
+        console.print("nothing was tuned: there is data for none of these worlds", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
     baselines = [name for name in able if name != VOWPAL]
     found = tune_baselines(present, baselines, data, rounds, jobs or os.cpu_count() or 1, console) if baselines else {}
     if VOWPAL in able:
@@ -294,6 +298,8 @@ def _play(
         report = measure_regret(plan, jobs=jobs or os.cpu_count() or 1, quick=quick, console=console)
     except DataMissing as missing:
         console.print(f"skipped {env}: {missing}", highlight=False, markup=False, soft_wrap=True)
+        if check:
+            fail_unchecked()
         raise typer.Exit from None
     print_regret(report, console, against=against)
     if plot is not None:

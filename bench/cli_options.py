@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.console import Console
 
 if TYPE_CHECKING:
     from bench.report import Report
@@ -17,7 +18,9 @@ PlotFolder = Annotated[Path | None, typer.Option("--plot", help="Draw each scena
 PartPlots = Annotated[Path | None, typer.Option("--plot", help="Draw what each part found into this folder.")]
 Parts = Annotated[str | None, typer.Option("--part", help="Parts to run, separated by commas; all unless said.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes; bars are marked quick.")]
-Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar does not hold.")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Exit with 1 when a bar does not hold, or all of them were skipped.")
+]
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the worlds to run in: 100, 100-102 or 100,105.")]
 Env = Annotated[str, typer.Option("--env", help="The world: synthetic, movielens, yelp, service or mnist.")]
 Rounds = Annotated[
@@ -26,7 +29,9 @@ Rounds = Annotated[
 Jobs = Annotated[
     int | None, typer.Option("--jobs", min=1, help="Runs at once, each on one core; all cores unless said.")
 ]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder of the public data sets.")]
+Data = Annotated[
+    Path | None, typer.Option("--data", help="Folder of the public data sets, which docs/learner.md describes.")
+]
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -53,9 +58,22 @@ def parse_names(text: str, known: Collection[str], option: str, *, separator: st
     return names
 
 
+def fail_unchecked() -> NoReturn:
+    """A gate that let pass what never ran would not be one."""
+    Console(stderr=True).print(
+        "nothing was checked: what the claims are about was skipped, which --check counts as a failure. Put the files "
+        "that docs/learner.md describes into a folder and name it by --data or METABAN_BENCH_DATA; install what is "
+        "said to be missing; or leave --check out.",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    raise typer.Exit(1)
+
+
 def finish(report: Report, json: Path | None, *, check: bool, failed: bool) -> None:
     """Write what was asked for; a run that raised is an error whether or not bars are checked."""
     if json is not None:
         report.write(json)
+    if check and not report.bars and report.skipped:
+        fail_unchecked()
     if failed or (check and not all(bar.holds for bar in report.bars)):
         raise typer.Exit(1)

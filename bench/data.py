@@ -1,4 +1,7 @@
-"""Reads the public data sets that the environments are made of; nothing is downloaded, nothing is written."""
+"""Reads the public data sets that the environments are made of; nothing is downloaded, nothing is written.
+
+What each file has to hold is in docs/learner.md, so that whoever has none of them can make them.
+"""
 
 from __future__ import annotations
 

@@ -45,6 +45,12 @@ class Report:
     bars: Sequence[Bar]
     quick: bool
 
+    @property
+    def skipped(self) -> bool:
+        """Whether something, or a part of it, was left out, as where data is missing."""
+        nested = (found for found in self.results.values() if isinstance(found, Mapping))
+        return any(found.get("skipped") or found.get("missing") for found in (self.results, *nested))
+
     def to_json(self) -> dict[str, Any]:
         """Machine, versions, settings, raw results and bars."""
         return {

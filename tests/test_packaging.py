@@ -28,6 +28,7 @@ from service.errors import ServiceError
 from service.live import LIVE
 from service.metrics import Metrics
 from service.recommenders import Recommenders
+from service.setting_variables import OTHER_VARIABLES, variable_of
 from service.settings import Settings
 from store.connection import check_server, connect
 
@@ -36,7 +37,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-SETTINGS = {"REDIS_URL" if name == "redis_url" else f"METABAN_{name.upper()}" for name in Settings.model_fields}
+VARIABLES = {variable_of(name) for name in Settings.model_fields} | OTHER_VARIABLES
 #: The port that README and image speak of.
 PORT = 8000
 
@@ -207,7 +208,7 @@ async def _server_info(url: str) -> Any:
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "Dockerfile", ROOT / "docker-compose.yml"], ids=lambda path: path.name)
 def test_variables_exist(path: Path) -> None:
     named = set(re.findall(r"\b(?:METABAN_[A-Z0-9_]+|REDIS_URL)\b", path.read_text()))
-    assert named <= SETTINGS, named - SETTINGS
+    assert named <= VARIABLES, named - VARIABLES
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

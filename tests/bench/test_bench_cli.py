@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -43,6 +45,65 @@ def test_missing_data_is_skipped_in_one_line(tmp_path: Path) -> None:
     assert result.output.splitlines() == [
         f"skipped yelp: yelp.npz is not in {tmp_path}; point --data at the folder that has it"
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("regret", "--env", "yelp"),
+        ("ablation", "--env", "mnist"),
+        ("scenarios", "--only", "nu"),
+        ("fusion", "--part", "movielens"),
+        ("transfer", "--part", "surrogate,selection"),
+        ("bayes", "--part", "bandits"),
+    ],
+)
+def test_a_check_of_nothing_fails(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = bench(*arguments, "--quick", "--data", str(tmp_path), "--check")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), "told, and not merely fallen over"
+    assert "skipped " in result.output
+    assert "nothing was checked" in result.output
+    assert "docs/learner.md" in result.output
+    result = bench(*arguments, "--quick", "--data", str(tmp_path))
+    assert result.exit_code == 0
+    assert "nothing was checked" not in result.output
+
+
+def test_what_ran_is_checked_though_something_else_was_skipped(tmp_path: Path) -> None:
+    arguments = ("--learner", "paper", "--rounds", "20", "--seeds", "7", "--jobs", "1", "--data", str(tmp_path))
+    result = bench("scenarios", "--only", "delay,nu", *arguments, "--check")
+    assert "skipped nu" in result.output
+    assert "nothing was checked" not in result.output
+
+
+def test_every_file_that_is_read_is_described() -> None:
+    root = Path(__file__).parents[2]
+    read = set(re.findall(r'"([^"\s]+\.(?:npz|gz))"', (root / "bench" / "data.py").read_text()))
+    names = {file.format(name=name) for file in read for name in ("mnist", "notmnist")}
+    assert len(names) == 8
+    page = (root / "docs" / "learner.md").read_text()
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_a_world_of_files_made_as_described(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    entries = np.stack([random.integers(120, size=2_000), random.integers(30, size=2_000)], axis=1)
+    signs = random.choice([-1, 1], size=(2_000, 1))
+    features = {"user_features": random.standard_normal((120, 4)), "item_features": random.standard_normal((30, 3))}
+    np.savez(tmp_path / "yelp.npz", entries=np.concatenate([entries, signs], axis=1), **features)
+    arguments = ("--methods", "linucb", "--rounds", "5", "--seeds", "7", "--jobs", "1", "--data", str(tmp_path))
+    result = bench("regret", "--env", "yelp", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "linucb" in result.output
+    assert "skipped" not in result.output
+
+
+def test_tuning_without_a_world_fails(tmp_path: Path) -> None:
+    result = bench("tune", "--envs", "yelp", "--data", str(tmp_path), "--json", str(tmp_path / "chosen.json"))
+    assert result.exit_code == 1
+    assert "nothing was tuned" in result.output
+    assert not (tmp_path / "chosen.json").exists()
 
 
 @pytest.mark.skipif(unavailable("vw") is not None, reason="needs the extra vw")
