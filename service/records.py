@@ -39,7 +39,8 @@ def reward_event(
     return RewardEvent.of(
         decision,
         arms[arm_id],
-        rules.scaled(command.reward),
+        command.reward,
+        rules.range,
         event_id=command.event_id or plain_event_id(decision.decision_id, arm_id),
         received_ms=received_ms,
     )

@@ -57,10 +57,11 @@ class RewardDesk:
         InvalidInput, with nothing stored, when one lies outside of the namespace's range.
         """
         rules = self._live.rules
+        allowed = rules.range
         for command in commands:
-            if not rules.takes(command.reward):
+            if not allowed.takes(command.reward):
                 raise InvalidInput(
-                    (*command.path, "reward"), f"must lie between {rules.reward_min:g} and {rules.reward_max:g}"
+                    (*command.path, "reward"), f"must lie between {allowed.least:g} and {allowed.greatest:g}"
                 )
         window_ms = self._live.settings.reward_window_s * 1_000
         ids = list(dict.fromkeys(command.decision_id for command in commands))

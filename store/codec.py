@@ -19,6 +19,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from store.errors import CorruptRecord
+from store.reward_range import RewardRange
 
 #: Written into every record of tensors; raised when their meaning changes.
 FORMAT: Final = "metaban/1"
@@ -38,14 +39,16 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "U64": np.dtype("<u8"),
     "BOOL": np.dtype("?"),
 }
-#: Written today, and what was written before samples had a key.
-SAMPLE_FORMAT: Final = 2
+#: Written today, what is written of a reward whose range is not known, and what was written before samples had a key.
+SAMPLE_FORMAT: Final = 3
+RANGELESS_FORMAT: Final = 2
 KEYLESS_FORMAT: Final = 1
 #: By format: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch,
-#: received_ms; then key and by_default.
+#: received_ms; then key and by_default; then the least and the greatest reward of the range.
 SAMPLE_HEADERS: Final[Mapping[int, struct.Struct]] = {
     KEYLESS_FORMAT: struct.Struct("<BHIIddqq"),
-    SAMPLE_FORMAT: struct.Struct("<BHIIddqqQ?"),
+    RANGELESS_FORMAT: struct.Struct("<BHIIddqqQ?"),
+    SAMPLE_FORMAT: struct.Struct("<BHIIddqqQ?dd"),
 }
 #: Of a sample that is never taken together with another.
 NO_KEY: Final = 0
@@ -107,7 +110,7 @@ class Sample:
     """What the log of a user keeps of one applied event."""
 
     features: np.ndarray  # float32 [d]
-    reward: float
+    reward: float  # as learners see it, from 0 to 1
     propensity: float
     epoch: int
     received_ms: int
@@ -118,6 +121,8 @@ class Sample:
     key: int = NO_KEY
     #: No reward came in time: the reward is the default one, and counts only while there is no other of its key.
     by_default: bool = False
+    #: What the reward was sent in; None: not known, it was written before that was noted.
+    reward_range: RewardRange | None = None
 
     def encode(self) -> bytes:
         arm = self.arm_id.encode()
@@ -125,8 +130,10 @@ class Sample:
         phi = np.ascontiguousarray(self.phi, dtype=FLOAT32)
         if features.ndim != 1 or phi.ndim != 1:
             raise ValueError(f"features and φ must be vectors, not of shapes {features.shape} and {phi.shape}")
-        header = SAMPLE_HEADERS[SAMPLE_FORMAT].pack(
-            SAMPLE_FORMAT,
+        sent_in = self.reward_range
+        form = RANGELESS_FORMAT if sent_in is None else SAMPLE_FORMAT
+        header = SAMPLE_HEADERS[form].pack(
+            form,
             len(arm),
             features.size,
             phi.size,
@@ -136,14 +143,28 @@ class Sample:
             self.received_ms,
             self.key,
             self.by_default,
+            *(() if sent_in is None else (sent_in.least, sent_in.greatest)),
         )
         return header + arm + features.tobytes() + phi.tobytes()
 
     @staticmethod
     def decode(blob: bytes) -> Sample:
-        (_, _, d, _, reward, propensity, epoch, received_ms, *keyed), arm, start = _sample_header(blob)
+        header, arm, start = _sample_header(blob)
+        _, _, d, _, reward, propensity, epoch, received_ms, *more = header
+        key, by_default = more[:2] or (NO_KEY, False)
         numbers = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
-        return Sample(numbers[:d], reward, propensity, epoch, received_ms, arm.decode(), numbers[d:], *keyed)
+        return Sample(
+            numbers[:d],
+            reward,
+            propensity,
+            epoch,
+            received_ms,
+            arm.decode(),
+            numbers[d:],
+            key,
+            by_default,
+            _reward_range(header),
+        )
 
 
 def sample_key(decision_id: str, arm_id: str) -> int:
@@ -157,8 +178,9 @@ def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
     sizes = set()
     numbers = []
     for blob in blobs:
-        (_, _, d, q, *_), _, start = _sample_header(blob)
-        sizes.add((d, q))
+        header, _, start = _sample_header(blob)
+        _reward_range(header)
+        sizes.add((header[2], header[3]))
         numbers.append(blob[start:])
     if not np.isfinite(np.frombuffer(b"".join(numbers), dtype=FLOAT32)).all():
         raise CorruptRecord("the numbers of a sample are not finite")
@@ -186,3 +208,13 @@ def _sample_header(blob: bytes) -> tuple[tuple[Any, ...], bytes, int]:
     except UnicodeDecodeError as error:
         raise CorruptRecord("the arm id of a sample is not text") from error
     return header, arm, start
+
+
+def _reward_range(header: tuple[Any, ...]) -> RewardRange | None:
+    """The range at the end of a sample's header, where its format has one."""
+    if header[0] != SAMPLE_FORMAT:
+        return None
+    try:
+        return RewardRange(*header[-2:])
+    except ValueError as error:
+        raise CorruptRecord(f"the range of a sample makes no sense: {error}") from error

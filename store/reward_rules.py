@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 
+from store.reward_range import REWARD_LIMIT, RewardRange
+
 #: Of several rewards of one arm of one decision the first counts, the last, or their sum.
 Repeated: TypeAlias = Literal["first", "last", "sum"]
-#: Rewards lie within ± this.
-REWARD_LIMIT: Final = 1e30
 #: Longest wait for a reward, a year.
 WAIT_MAX_S: Final = 31_536_000.0
 
@@ -44,19 +43,10 @@ class RewardRules:
         if self.wait_s is not None and not 0 < self.wait_s <= WAIT_MAX_S:
             raise ValueError(f"the wait for a reward must be above 0 and at most {WAIT_MAX_S:g} s")
 
-    def takes(self, reward: float) -> bool:
-        """Whether a reward lies in the range."""
-        return self.reward_min <= reward <= self.reward_max
-
-    def scaled(self, reward: float) -> float:
-        """A reward of the range as learners see it, from 0 to 1."""
-        return min(1.0, max(0.0, (reward - self.reward_min) / (self.reward_max - self.reward_min)))
-
-    def total(self, scaled: list[float]) -> float:
-        """What scaled rewards are together, as learners see it: their sum in the range's own numbers, cut to it."""
-        # Where 0 lies on the learners' scale; counted once, not once for each reward.
-        zero = -self.reward_min / (self.reward_max - self.reward_min)
-        return min(1.0, max(0.0, math.fsum(scaled) - (len(scaled) - 1) * zero))
+    @property
+    def range(self) -> RewardRange:
+        """The range of rewards that arrive now."""
+        return RewardRange(self.reward_min, self.reward_max)
 
     def overdue_ms(self, since_ms: int) -> int | None:
         """When a decision that counts since then is learned without a reward; None when it never is."""

@@ -12,6 +12,7 @@ import numpy as np
 from store.codec import FLOAT32, Sample, nothing_noted, sample_key
 from store.decisions import Decision
 from store.errors import CorruptRecord
+from store.reward_range import RewardRange
 
 EVENT_FORMAT: Final = b"1"
 INT64_MAX: Final = 2**63 - 1
@@ -40,7 +41,7 @@ class RewardEvent:
     user_id: str
     arm_id: str
     features: np.ndarray  # float32 [d]: the raw assembled input of the chosen arm
-    reward: float
+    reward: float  # as learners see it, from 0 to 1
     propensity: float
     epoch: int  # of the model that decided
     decided_ms: int
@@ -48,12 +49,20 @@ class RewardEvent:
     phi: np.ndarray = field(default_factory=nothing_noted)  # float32 [q]: noted by the learner at decision time
     incarnation: int = 0  # of the user when it was decided: the reward counts for no other
     by_default: bool = False  # nobody sent it: no reward came in time
+    reward_range: RewardRange | None = None  # what it was sent in; None: not known
 
     @staticmethod
     def of(
-        decision: Decision, place: int, reward: float, *, event_id: str, received_ms: int, by_default: bool = False
+        decision: Decision,
+        place: int,
+        reward: float,
+        reward_range: RewardRange,
+        *,
+        event_id: str,
+        received_ms: int,
+        by_default: bool = False,
     ) -> RewardEvent:
-        """The reward, between 0 and 1, of the item at a place of a decision."""
+        """The reward, in the numbers of a range, of the item at a place of a decision."""
         item = decision.items[place]
         return RewardEvent(
             event_id=event_id,
@@ -61,7 +70,7 @@ class RewardEvent:
             user_id=decision.user_id,
             arm_id=item.arm_id,
             features=decision.features[place],
-            reward=reward,
+            reward=reward_range.scaled(reward),
             propensity=item.propensity,
             epoch=decision.epoch,
             decided_ms=decision.created_ms,
@@ -69,10 +78,12 @@ class RewardEvent:
             phi=decision.phi[place],
             incarnation=decision.incarnation,
             by_default=by_default,
+            reward_range=reward_range,
         )
 
     def encode(self) -> dict[bytes, bytes]:
-        """The fields of a stream entry."""
+        """The fields of a stream entry, as many of every event."""
+        sent_in = self.reward_range
         return {
             b"f": EVENT_FORMAT,
             b"id": self.event_id.encode(),
@@ -88,6 +99,7 @@ class RewardEvent:
             b"t1": str(int(self.received_ms)).encode(),
             b"i": str(int(self.incarnation)).encode(),
             b"z": str(int(self.by_default)).encode(),
+            b"g": b"" if sent_in is None else f"{float(sent_in.least)!r} {float(sent_in.greatest)!r}".encode(),
         }
 
     @staticmethod
@@ -110,6 +122,7 @@ class RewardEvent:
                 phi=np.frombuffer(fields[b"h"], dtype=FLOAT32).copy(),
                 incarnation=int(fields.get(b"i", b"0")),
                 by_default=fields.get(b"z", b"0") != b"0",
+                reward_range=_decode_range(fields.get(b"g", b"")),
             )
         except (KeyError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             raise CorruptRecord(f"not a reward event: {error!r}") from error
@@ -133,4 +146,13 @@ class RewardEvent:
             self.phi,
             sample_key(self.decision_id, self.arm_id),
             self.by_default,
+            self.reward_range,
         )
+
+
+def _decode_range(written: bytes) -> RewardRange | None:
+    """The range of an event; None where it was not written, ValueError for what is none."""
+    if not written:
+        return None
+    least, greatest = map(float, written.split(b" "))
+    return RewardRange(least, greatest)

@@ -118,7 +118,8 @@ class OverdueRewards:
                 RewardEvent.of(
                     decision,
                     each.rank - 1,
-                    rules.scaled(reward),
+                    reward,
+                    rules.range,
                     event_id=default_event_id(each.decision_id, arm_id),
                     received_ms=received_ms,
                     by_default=True,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from store.codec import NO_KEY, Sample
+from store.reward_range import scaled_sum
 from store.reward_rules import RewardRules
 
 
@@ -29,8 +30,11 @@ def _as_one(group: Sequence[Sample], rules: RewardRules) -> Sample:
     told = [sample for sample in group if not sample.by_default]
     if not told:
         return group[0]
-    if rules.repeated == "first":
+    if rules.repeated == "first" or len(told) == 1:
         return told[0]
     if rules.repeated == "last":
-        return replace(told[0], reward=told[-1].reward)
-    return replace(told[0], reward=rules.total([sample.reward for sample in told]))
+        reward = told[-1].reward
+    else:
+        # The range of today stands in only for one that was not noted: others learned by theirs, and keep it.
+        reward = scaled_sum([(sample.reward, sample.reward_range or rules.range) for sample in told])
+    return replace(told[0], reward=reward, reward_range=told[-1].reward_range)

@@ -27,7 +27,8 @@ from service.problems import unusable_settings
 from service.schemas import Identifier, RequestModel
 from service.settings import SettingsError
 from store.errors import NamespaceConflict
-from store.reward_rules import REWARD_LIMIT, WAIT_MAX_S, Repeated
+from store.reward_range import REWARD_LIMIT
+from store.reward_rules import WAIT_MAX_S, Repeated
 
 router = APIRouter(prefix="/admin", tags=["administration"])
 

@@ -17,6 +17,7 @@ from store.codec import DTYPES, Sample, check_samples, decode_tensors, encode_te
 from store.decisions import DecidedItem, Decision
 from store.epochs import Epoch
 from store.errors import CorruptRecord
+from store.reward_range import RewardRange
 
 
 def keyless(sample: Sample) -> bytes:
@@ -41,10 +42,12 @@ SAMPLES = st.builds(
     arm_id=TEXT,
     key=st.integers(0, 2**64 - 1),
     by_default=st.booleans(),
+    reward_range=st.none() | st.builds(RewardRange, st.floats(-1e30, 0), st.floats(0, 1e30, exclude_min=True)),
 )
 ITEM = DecidedItem("arm", 1, 0.5, 0.4, 0.1, 0.98, 3)
 RECORDS = [
     (encode_tensors({"a": np.eye(3), "b": np.zeros(0, np.float32)}, {"k": "v"}), decode_tensors),
+    (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm", reward_range=RewardRange(-5, 5)).encode(), Sample.decode),
     (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm").encode(), Sample.decode),
     (keyless(Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm")), Sample.decode),
     (Epoch(1, 2, {"mu": np.ones(4)}, ("ann",), 5).encode(), Epoch.decode),
@@ -55,6 +58,7 @@ RECORDS = [
         Decision.decode,
     ),
 ]
+RECORD_NAMES = ["tensors", "sample", "sample without range", "sample without key", "epoch", "decision"]
 
 
 @given(
@@ -98,7 +102,7 @@ def test_what_cannot_be_held():
 def test_sample_round_trip(sample):
     back = Sample.decode(sample.encode())
     assert np.array_equal(back.features, sample.features)
-    for name in ("reward", "propensity", "epoch", "received_ms", "arm_id", "key", "by_default"):
+    for name in ("reward", "propensity", "epoch", "received_ms", "arm_id", "key", "by_default", "reward_range"):
         assert getattr(back, name) == getattr(sample, name)
 
 
@@ -109,11 +113,25 @@ def test_samples_without_a_key_are_still_read(sample):
     assert np.array_equal(back.phi, sample.phi)
     for name in ("reward", "propensity", "epoch", "received_ms", "arm_id"):
         assert getattr(back, name) == getattr(sample, name)
-    assert (back.key, back.by_default) == (0, False)
+    assert (back.key, back.by_default, back.reward_range) == (0, False, None)
+
+
+def test_samples_without_a_range_are_still_read():
+    head = struct.pack("<BHIIddqqQ?", 2, 1, 2, 0, 0.25, 0.5, 3, 4, 5, True)
+    back = Sample.decode(head + b"a" + np.ones(2, np.float32).tobytes())
+    assert (back.reward, back.arm_id, back.key, back.by_default, back.reward_range) == (0.25, "a", 5, True, None)
+
+
+@pytest.mark.parametrize("wrong", [(1, 1), (float("nan"), 1), (0, float("inf")), (-1e300, 1e300)])
+def test_a_sample_whose_range_makes_no_sense_is_refused(wrong):
+    blob = struct.pack("<BHIIddqqQ?dd", 3, 0, 0, 0, 0.25, 0.5, 3, 4, 5, False, *wrong)
+    for read in (Sample.decode, lambda blob: check_samples([blob])):
+        with pytest.raises(CorruptRecord, match="range"):
+            read(blob)
 
 
 @given(st.lists(SAMPLES.filter(lambda sample: np.isfinite(sample.features).all()), max_size=5), st.data())
-def test_snapshots_take_samples_of_both_formats(samples, data):
+def test_snapshots_take_samples_of_all_formats(samples, data):
     blobs = [keyless(sample) if data.draw(st.booleans()) else sample.encode() for sample in samples]
     assert check_samples(blobs) == {(sample.features.size, sample.phi.size) for sample in samples}
 
@@ -127,7 +145,7 @@ def test_keys_of_samples():
     assert sample_key("a", "b") == 3_915_760_938_321_433_618
 
 
-@pytest.mark.parametrize(("blob", "decode"), RECORDS, ids=["tensors", "sample", "old sample", "epoch", "decision"])
+@pytest.mark.parametrize(("blob", "decode"), RECORDS, ids=RECORD_NAMES)
 def test_every_truncation_is_refused(blob, decode):
     for length in range(len(blob)):
         with pytest.raises(CorruptRecord):
@@ -136,7 +154,7 @@ def test_every_truncation_is_refused(blob, decode):
         decode(blob + b"\0")
 
 
-@pytest.mark.parametrize(("blob", "decode"), RECORDS, ids=["tensors", "sample", "old sample", "epoch", "decision"])
+@pytest.mark.parametrize(("blob", "decode"), RECORDS, ids=RECORD_NAMES)
 def test_every_flipped_bit_is_refused_or_decoded(blob, decode):
     for bit in range(8 * len(blob)):
         broken = bytearray(blob)

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from store.errors import BacklogFull, CorruptRecord, FenceLost, StoreError, StoreReset
 from store.events import EventStream, RewardEvent, create_groups
 from store.keys import LEARNERS, NamespaceKeys
+from store.reward_range import RewardRange
 
 
 def test_event_round_trip(make_event):
@@ -21,6 +22,15 @@ def test_event_round_trip(make_event):
     assert back.reward == event.reward
     sample = back.sample()
     assert (sample.reward, sample.epoch, sample.received_ms) == (1 / 3, 4, 2_000)
+
+
+def test_an_event_keeps_the_range_it_was_sent_in(make_event):
+    event = make_event("u", "e", reward_range=RewardRange(-5, 1 / 3))
+    back = RewardEvent.decode(event.encode())
+    assert back.reward_range == back.sample().reward_range == RewardRange(-5, 1 / 3)
+    before = {name: value for name, value in event.encode().items() if name != b"g"}
+    assert RewardEvent.decode(before).reward_range is None
+    assert make_event("u", "e").encode().keys() == event.encode().keys(), "a batch is stored with one number of fields"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +45,11 @@ def test_event_round_trip(make_event):
         (b"m", b"1.5"),
         (b"m", b"9" * 30),
         (b"t0", None),
+        (b"g", b"1 0"),
+        (b"g", b"0"),
+        (b"g", b"0 1 2"),
+        (b"g", b"0 nan"),
+        (b"g", b"a b"),
     ],
 )
 def test_malformed_event_is_refused(make_event, field, value):

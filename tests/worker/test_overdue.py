@@ -98,6 +98,7 @@ async def test_overdue_arms_get_the_default_reward(waiting: Waiting) -> None:
     for place, event in enumerate(made):
         assert event.by_default
         assert (event.reward, event.user_id, event.decision_id) == (SCALED, "u", "d")
+        assert event.reward_range == RULES.range
         assert event.arm_id == decision.items[place].arm_id
         assert np.array_equal(event.features, decision.features[place])
         assert event.sample().by_default
@@ -112,7 +113,7 @@ async def test_no_client_can_use_such_an_id(waiting: Waiting) -> None:
 
 async def test_what_was_told_plainly_gets_none(waiting: Waiting) -> None:
     decision = await waiting.decide("d", arms=2)
-    told = RewardEvent.of(decision, 0, 1.0, event_id=plain_event_id("d", "arm 0"), received_ms=now_ms())
+    told = RewardEvent.of(decision, 0, 1.0, RULES.range, event_id=plain_event_id("d", "arm 0"), received_ms=now_ms())
     await waiting.shop.streams.enqueue([told])
     await waiting.collect()
     assert [event.arm_id for event in await waiting.made() if event.by_default] == ["arm 1"]
@@ -122,7 +123,7 @@ async def test_what_was_told_plainly_gets_none(waiting: Waiting) -> None:
 async def test_beside_what_was_told_under_another_id_it_counts_for_nothing(waiting: Waiting) -> None:
     shop = waiting.shop
     decision = await waiting.decide("d")
-    told = RewardEvent.of(decision, 0, 1.0, event_id="own", received_ms=now_ms())
+    told = RewardEvent.of(decision, 0, 1.0, RULES.range, event_id="own", received_ms=now_ms())
     await shop.streams.enqueue([told])
     await waiting.collect()
     partition = shop.keys.partition_of("u")

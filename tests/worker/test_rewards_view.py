@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from models.presets import build_learner
 from store.codec import Sample, sample_key
+from store.reward_range import RewardRange
 from store.reward_rules import RewardRules
 from tests.worker.conftest import OpenWorkshop
 from tests.worker.workshop import CPU, INPUTS, Workshop, features, make_event, make_sample, small
@@ -27,15 +28,16 @@ RULES = st.builds(
     reward_min=st.sampled_from([-1.0, 0.0, 1.0]),
     reward_max=st.just(3.0),
 )
+RANGES = st.sampled_from([None, RewardRange(0, 1), RewardRange(-4, 4), RewardRange(1, 5)])
 
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[Sample]:
     """Samples of few keys, so that they repeat; the time tells them apart."""
-    sizes = draw(st.lists(st.tuples(st.integers(0, 4), REWARDS, st.booleans()), max_size=12))
+    sizes = draw(st.lists(st.tuples(st.integers(0, 4), REWARDS, st.booleans(), RANGES), max_size=12))
     return [
-        Sample(np.full(2, key), reward, 0.5, key, time, str(key), key=key, by_default=by_default)
-        for time, (key, reward, by_default) in enumerate(sizes)
+        Sample(np.full(2, key), reward, 0.5, key, time, str(key), key=key, by_default=by_default, reward_range=sent_in)
+        for time, (key, reward, by_default, sent_in) in enumerate(sizes)
     ]
 
 
@@ -43,7 +45,6 @@ def slowly(samples: Sequence[Sample], rules: RewardRules) -> list[tuple[int, flo
     """Key and reward of each sample to learn from, in order."""
     seen: set[int] = set()
     view: list[tuple[int, float]] = []
-    span = rules.reward_max - rules.reward_min
     for sample in samples:
         if sample.key == 0:
             view.append((0, sample.reward))
@@ -52,17 +53,24 @@ def slowly(samples: Sequence[Sample], rules: RewardRules) -> list[tuple[int, flo
             continue
         seen.add(sample.key)
         of_key = [other for other in samples if other.key == sample.key]
-        told = [other.reward for other in of_key if not other.by_default]
+        told = [other for other in of_key if not other.by_default]
         if not told:
             reward = of_key[0].reward
         elif rules.repeated == "first":
-            reward = told[0]
+            reward = told[0].reward
         elif rules.repeated == "last":
-            reward = told[-1]
+            reward = told[-1].reward
         else:
-            as_sent = sum(rules.reward_min + reward * span for reward in told)
-            within = min(max(as_sent, rules.reward_min), rules.reward_max)
-            reward = (within - rules.reward_min) / span
+            as_sent = 0.0
+            for other in told:
+                least, greatest = (
+                    (rules.reward_min, rules.reward_max)
+                    if other.reward_range is None
+                    else (other.reward_range.least, other.reward_range.greatest)
+                )
+                as_sent += least + other.reward * (greatest - least)
+            within = min(max(as_sent, least), greatest)
+            reward = (within - least) / (greatest - least)
         view.append((sample.key, reward))
     return view
 
@@ -88,6 +96,17 @@ def test_a_default_counts_nowhere_beside_what_was_told(rewards: list[float], dat
         rules = RewardRules(repeated)
         [alone], [among] = learnable(told, rules), learnable(both, rules)
         assert (among.reward, among.by_default) == (alone.reward, False)
+
+
+@given(logs(), RULES, RULES)
+def test_another_range_changes_nothing_that_was_learned(
+    samples: list[Sample], before: RewardRules, after: RewardRules
+) -> None:
+    after = replace(after, repeated=before.repeated)
+    known = [replace(sample, reward_range=sample.reward_range or before.range) for sample in samples]
+    assert [sample.reward for sample in learnable(known, after)] == [
+        sample.reward for sample in learnable(known, before)
+    ]
 
 
 def test_without_repetition_nothing_is_copied() -> None:
