@@ -112,9 +112,10 @@ class Metrics:
         self.rewards = counter(
             "metaban_rewards", "Rewards received, by outcome: accepted, duplicate or rejected.", "namespace", "outcome"
         )
+        # Not as they were sent: a sum that falls, as with negative ones, is taken for a restart by `rate`.
         self.reward = Summary(
             "metaban_reward",
-            "Accepted rewards: their sum and their number.",
+            "Accepted rewards as they are learned, from 0 to 1: their sum and their number.",
             ["namespace"],
             registry=registry,
         )

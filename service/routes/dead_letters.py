@@ -33,7 +33,7 @@ class LetterEvent(BaseModel):
     decision_id: str
     arm_id: str
     event_id: str
-    reward: float
+    reward: float = Field(description="As it is learned, from 0 to 1: its place in the range that it was sent in.")
     received_ms: int
 
 

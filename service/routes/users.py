@@ -31,7 +31,7 @@ class UserEventOut(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     arm_id: str
-    reward: float
+    reward: float = Field(description="As it is learned, from 0 to 1: its place in the range that it was sent in.")
     propensity: float
     epoch: int = Field(description="Of the model that decided.")
     received_ms: int

@@ -50,3 +50,21 @@ async def test_what_was_learned_under_one_range_stays_under_the_next(
         many, one = await states(client)
         assert many == one
         assert await learned(client, "one") == [(0.3, False), (0.0, False)]
+
+
+async def test_what_is_shown_of_rewards_is_as_they_are_learned_and_says_so(redis: Redis, valkey_url: str) -> None:
+    async with served(valkey_url) as (service, _), worker_running(valkey_url):
+        await set_range(service, -5, 5)
+        await ask(service, "d")
+        for number, sent in enumerate((-5, 3)):
+            await reward(service, "d", sent, str(number))
+        # A sum of what was sent would have fallen to -5, which a rate takes for a restart.
+        metrics = (await service.get("/metrics")).text
+        assert 'metaban_reward_sum{namespace="shop"} 0.8' in metrics
+        assert 'metaban_reward_count{namespace="shop"} 2.0' in metrics
+        assert "# HELP metaban_reward Accepted rewards as they are learned, from 0 to 1" in metrics
+        shown = (await service.get("/admin/users/u?events=5")).json()["events"]
+        assert [event["reward"] for event in shown] == [0.8, 0.0]
+        schemas = (await service.get("/openapi.json")).json()["components"]["schemas"]
+        for name in ("UserEventOut", "LetterEvent"):
+            assert "from 0 to 1" in schemas[name]["properties"]["reward"]["description"]
