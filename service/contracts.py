@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 from store.codec import Sample
-from store.decision_index import OpenDecision
-from store.decisions import DecidedItem
+from store.decisions import DecidedItem, OpenDecision
 from store.users import UserSummary
 
 #: One named feature: numbers enter as they are, strings and booleans are hashed.

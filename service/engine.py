@@ -153,6 +153,7 @@ class Engine:
             self._metrics,
         )
         self._user_desk = UserDesk(
+            self._live,
             self._redis,
             keys,
             self._breaker,

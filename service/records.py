@@ -32,7 +32,7 @@ def reward_event(
     if decision.policy == BASELINE:
         return Rejection(index, "not-learned", "the decision is of the baseline, and nothing is learned from it")
     received_ms = now_ms()
-    if received_ms - decision.since_ms > window_ms:
+    if received_ms > decision.open_until_ms(window_ms):
         return Rejection(index, "late", "the reward window is over: the reward is counted as late and not learned")
     if not decision.active:
         return Rejection(index, "not-activated", "the decision is deferred: activate it, then send the reward again")

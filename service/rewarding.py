@@ -122,7 +122,7 @@ class RewardDesk:
         if not decisions:
             return
         for decision in decisions:
-            late_s = (now_ms() - decision.since_ms - window_ms) / 1_000
+            late_s = (now_ms() - decision.open_until_ms(window_ms)) / 1_000
             log.info("late reward", decision=decision.decision_id, late_s=round(late_s, 3))
         try:
             await self._breaker.call(lambda: self._users.count_late(decision.user_id for decision in decisions))

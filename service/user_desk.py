@@ -13,6 +13,8 @@ import structlog
 
 from service.breaker import StoreBreaker
 from service.contracts import NearUser, Removed, UserDescription, UserForgotten, UserTraces, WarmStartView
+from service.live import LiveSettings
+from service.records import now_ms
 from service.serving import ServingRoom
 from store.connection import Store
 from store.decisions import DecisionStore
@@ -44,6 +46,7 @@ class UserDesk:
 
     def __init__(
         self,
+        live: LiveSettings,
         redis: Store,
         keys: NamespaceKeys,
         breaker: StoreBreaker,
@@ -57,6 +60,7 @@ class UserDesk:
         private_folder: Path | None,
     ) -> None:
         """`private_folder` is where a Valkey of ours writes its history; None when the store is somebody else's."""
+        self._live = live
         self._breaker = breaker
         self._users = users
         self._decisions = decisions
@@ -82,12 +86,15 @@ class UserDesk:
 
     async def _describe(self, user_id: str, events: int) -> UserDescription | None:
         stored = await self._users.summary(user_id)
-        open_decisions = await self._decisions.open_of(user_id, most=DECISIONS_SHOWN)
+        window_ms = self._live.settings.reward_window_s * 1_000
+        open_decisions = await self._decisions.open_of(user_id, now_ms(), window_ms=window_ms, most=DECISIONS_SHOWN)
         profile = None
         with suppress(CorruptRecord):
             profile = await self._profiles.get(user_id)
         warm_start = await self._warm_start(user_id)
-        if stored is None and not open_decisions and profile is None and warm_start is None:
+        unknown = stored is None and not open_decisions and profile is None and warm_start is None
+        # A decision that is too late for rewards is not shown, but it is stored.
+        if unknown and not await self._decisions.keeps_any_of(user_id):
             return None
         # Somebody who has only asked so far.
         summary = stored or UserSummary(incarnation=0, version=0, epoch=None, samples=0, forgotten=False)

@@ -1,4 +1,4 @@
-"""The open decisions of each user, noted beside the user: found by it when they are to be shown or forgotten.
+"""The decisions kept of each user, noted beside the user: found by it when they are to be shown or forgotten.
 
 A decision is stored first and noted after, and only while its user is in the incarnation it was made for. So of a
 decision and a forgetting that race, either the forgetting finds the note, or the note finds that it comes too late and
@@ -8,11 +8,10 @@ whoever decided takes the decision back.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from hashlib import sha1
 from typing import Final, TypeAlias, final
 
-from store.connection import Store, as_bytes, as_int, as_text, command, pipeline
+from store.connection import Store, as_bytes, as_text, command, pipeline
 from store.keys import NamespaceKeys
 from store.scripts import ScriptCall, load_script
 
@@ -25,15 +24,6 @@ RETRACT_TRIES: Final = 5
 
 #: Tells whether the record of a decision is to be counted, or taken back.
 Concerns: TypeAlias = Callable[[bytes], bool]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OpenDecision:
-    """A decision that still takes rewards, and until when."""
-
-    decision_id: str
-    expires_ms: int
 
 
 @final
@@ -66,15 +56,10 @@ class DecisionIndex:
         """Take back a note of what is not this user's decision."""
         await command(self._redis, "ZREM", self._keys.decided(user_id), decision_id)
 
-    async def open(self, user_id: str, *, most: int) -> list[OpenDecision]:
-        """The decisions of a user that still take rewards, the newest first, at most so many."""
-        key = self._keys.decided(user_id)
-        reply = await command(self._redis, "ZRANGE", key, 0, most - 1, "REV", "WITHSCORES")
-        # In pairs, or one after the other in the older version of the protocol.
-        pairs = reply if reply and isinstance(reply[0], list) else zip(reply[0::2], reply[1::2], strict=True)
-        noted = [OpenDecision(as_text(decision_id), as_int(float(score))) for decision_id, score in pairs]
-        stored = await pipeline(self._redis, [("EXISTS", self._keys.decision(each.decision_id)) for each in noted])
-        return [each for each, there in zip(noted, stored, strict=True) if there]
+    async def newest(self, user_id: str, *, most: int) -> list[str]:
+        """Ids noted of a user, those that are kept longest first, at most so many; some may be over."""
+        reply = await command(self._redis, "ZRANGE", self._keys.decided(user_id), 0, most - 1, "REV")
+        return [as_text(decision_id) for decision_id in reply]
 
     async def count(self, user_id: str, concerns: Concerns) -> int:
         """How many of the decisions of a user are of a kind."""

@@ -18,7 +18,7 @@ import numpy as np
 from store.awaiting import Awaited
 from store.codec import FLOAT32, decode_tensors, encode_tensors
 from store.connection import Argument, Command, Store, as_bytes, as_int, command, pipeline
-from store.decision_index import DecisionIndex, OpenDecision
+from store.decision_index import DECISIONS_READ, DecisionIndex
 from store.errors import CorruptRecord, FenceLost, StoreError, StoreReset, StoreUnavailable
 from store.keys import NamespaceKeys
 from store.scripts import load_script
@@ -58,6 +58,15 @@ class DecidedItem:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class OpenDecision:
+    """A decision that still takes rewards, and until when."""
+
+    decision_id: str
+    expires_ms: int
+
+
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """One answer: the arms in order, and the input each was chosen on."""
@@ -86,6 +95,10 @@ class Decision:
     def since_ms(self) -> int:
         """When it began to count; of one that does not yet, when it was made."""
         return self.created_ms if self.activated_ms is None else self.activated_ms
+
+    def open_until_ms(self, window_ms: int) -> int:
+        """Until when it takes rewards, or can be activated, if that is so long since it began to count."""
+        return self.since_ms + window_ms
 
     @property
     def awaited(self) -> list[Awaited]:
@@ -283,9 +296,22 @@ class DecisionStore:
                 log.error("decision %r cannot be read: %s", decision_id, error)
         return found
 
-    async def open_of(self, user_id: str, *, most: int) -> list[OpenDecision]:
-        """The decisions of a user that still take rewards, the newest first, at most so many."""
-        return await self._index.open(user_id, most=most)
+    async def open_of(self, user_id: str, now_ms: int, *, window_ms: int, most: int) -> list[OpenDecision]:
+        """The decisions of a user that still take rewards, or will once they are activated: the newest first, of the
+        newest so many that are kept."""
+        ids = await self._index.newest(user_id, most=most)
+        found: list[OpenDecision] = []
+        for start in range(0, len(ids), DECISIONS_READ):
+            for decision in (await self.load(ids[start : start + DECISIONS_READ])).values():
+                until_ms = decision.open_until_ms(window_ms)
+                # Of another user where a process was killed before it took back the note.
+                if decision.user_id == user_id and decision.awaited and now_ms <= until_ms:
+                    found.append(OpenDecision(decision.decision_id, until_ms))
+        return found
+
+    async def keeps_any_of(self, user_id: str) -> bool:
+        """Whether a decision of a user is kept, be it too late for rewards."""
+        return await self._index.count(user_id, lambda record: _is_of(record, user_id, None)) > 0
 
     async def count_of(self, user_id: str, incarnation: int) -> int:
         """How many decisions there are of earlier incarnations of a user."""
@@ -300,13 +326,14 @@ class DecisionStore:
         await command(self._redis, "SET", self._keys.decision(""), b"", "XX")
 
 
-def _is_of(record: bytes, user_id: str, incarnation: int) -> bool:
-    """Whether a decision is of an earlier incarnation of a user; one that cannot be read is of no use to anybody."""
+def _is_of(record: bytes, user_id: str, before: int | None) -> bool:
+    """Whether a decision is a user's, and of an incarnation before this one if any is named; one that cannot be read
+    is of no use to anybody."""
     try:
         decision = Decision.decode(record)
     except CorruptRecord:
         return True
-    return decision.user_id == user_id and decision.incarnation < incarnation
+    return decision.user_id == user_id and (before is None or decision.incarnation < before)
 
 
 def _text(value: Any) -> str:

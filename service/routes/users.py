@@ -44,7 +44,9 @@ class OpenDecisionOut(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
     decision_id: str
-    expires_ms: int = Field(description="Until when it does.")
+    expires_ms: int = Field(
+        description="Until when it does, by the reward window; of a deferred one, until when it can be activated."
+    )
 
 
 @final
@@ -142,7 +144,8 @@ class UserOut(BaseModel):
         description="The latest rewards learned, as many as asked for, the newest first."
     )
     decisions: list[OpenDecisionOut] = Field(
-        description="Decisions that still take rewards, the newest first, at most 100."
+        description="Decisions that still take rewards, or will once they are activated: of the newest 100 that are "
+        "kept, the newest first. Others are kept for a while, so that a late reward is told from an unknown one."
     )
     traces: TracesOut | None = Field(description="What is left of the user when `forgotten`; null otherwise.")
 
@@ -217,7 +220,7 @@ async def describe(
     user_id: UserId,
     events: Annotated[int, Query(ge=0, le=EVENTS_MAX, description="How many of the latest rewards to show.")] = 0,
 ) -> UserOut:
-    """404 for a user of whom nothing is stored: no reward, no open decision, no profile, no tombstone."""
+    """404 for a user of whom nothing is stored: no reward, no decision, no profile, no tombstone."""
     found = await engine.describe_user(user_id, events=events)
     if found is None:
         raise NotFound("Nothing is stored of this user.")

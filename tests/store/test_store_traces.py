@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from store import decision_index, traces
-from store.decisions import Decision, DecisionStore
+from store.decisions import BASELINE, Decision, DecisionStore
 from store.epochs import Epoch, EpochStore
 from store.errors import FenceLost, StoreError
 from store.events import EventStream
@@ -24,6 +24,14 @@ from store.users import UserStore
 from tests.store.conftest import MakeEvent, MakeState
 from tests.store.test_store_decisions import make_decision
 from tests.store.test_store_forget import learn
+
+#: When `make_decision` decides, and for how long decisions take rewards.
+DECIDED_MS = 1_234
+WINDOW_MS = 1_000
+
+
+async def open_ids(decisions: DecisionStore, user: str, *, most: int, now_ms: int = DECIDED_MS) -> list[str]:
+    return [each.decision_id for each in await decisions.open_of(user, now_ms, window_ms=WINDOW_MS, most=most)]
 
 
 def decided(user: str, decision_id: str, *, incarnation: int = 0) -> Decision:
@@ -52,10 +60,30 @@ class TestDecisions:
         for name in ("one", "two"):
             await decisions.put(decided(user, name))
         await asyncio.sleep(0.1)
-        assert [each.decision_id for each in await decisions.open_of(user, most=9)] == ["two", "one"]
-        assert [each.decision_id for each in await decisions.open_of(user, most=1)] == ["two"]
+        assert await open_ids(decisions, user, most=9) == ["two", "one"]
+        assert await open_ids(decisions, user, most=1) == ["two"]
         await decisions.put(decided(user, "three"))
         assert await redis.zcard(keys.decided(user)) == 3, "what is over is dropped as the list grows"
+
+    async def test_those_that_take_no_rewards_are_kept_and_not_listed(self, decisions: DecisionStore, user: str):
+        for decision in (
+            decided(user, "late"),
+            replace(decided(user, "open"), created_ms=DECIDED_MS + 500),
+            replace(decided(user, "deferred"), created_ms=DECIDED_MS + 600, deferred=True),
+            replace(decided(user, "activated"), deferred=True, activated_ms=DECIDED_MS + 700),
+            replace(decided(user, "of the baseline"), created_ms=DECIDED_MS + 800, policy=BASELINE),
+        ):
+            await decisions.put(decision)
+        end_ms = DECIDED_MS + WINDOW_MS
+        found = await decisions.open_of(user, end_ms + 1, window_ms=WINDOW_MS, most=9)
+        assert {each.decision_id: each.expires_ms for each in found} == {
+            "open": end_ms + 500,
+            "activated": end_ms + 700,
+            "deferred": end_ms + 600,
+        }
+        assert "late" in await open_ids(decisions, user, most=9, now_ms=end_ms)
+        assert await open_ids(decisions, user, most=9, now_ms=end_ms + 701) == []
+        assert await decisions.keeps_any_of(user)
 
     async def test_a_shorter_window_loses_none(self, redis: Redis, keys, decisions: DecisionStore, user: str):
         """The reward window was shortened: decisions of before live longer than those of now."""
@@ -86,8 +114,8 @@ class TestDecisions:
         assert await decisions.count_of(one, 1) == 9
         assert await decisions.forget_of(one, 1) == 9
         assert (await decisions.count_of(one, 1), await decisions.forget_of(one, 1)) == (0, 0)
-        assert [each.decision_id for each in await decisions.open_of(one, most=99)] == ["since"]
-        assert len(await decisions.open_of(two, most=99)) == 10
+        assert await open_ids(decisions, one, most=99) == ["since"]
+        assert len(await open_ids(decisions, two, most=99)) == 10
         assert await redis.zrange(keys.decided(one), 0, -1) == [b"since"]
 
     async def test_made_for_another_incarnation(
@@ -118,9 +146,11 @@ class TestDecisions:
         first = decided(one, "d")
         await decisions.put(first)
         assert (await decisions.put(decided(two, "d"))).user_id == one
-        assert await decisions.open_of(two, most=9) == []
+        assert await open_ids(decisions, two, most=9) == []
         # Even where the note was left behind by a process that was killed.
         await redis.zadd(keys.decided(two), {"d": 2e12})
+        assert await open_ids(decisions, two, most=9) == []
+        assert not await decisions.keeps_any_of(two)
         await users.forget(two)
         assert await decisions.forget_of(two, 1) == 0
         assert await decisions.get("d") is not None
