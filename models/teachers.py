@@ -49,7 +49,7 @@ GUARD_ERRORS: Final = 2.0
 FEW: Final = 0.45
 MISSED: Final = 0.2
 #: Standard errors from which on a taste goes against everybody's.
-CONTRADICTED: Final = 3.0
+CONTRADICTED: Final = 2.0
 #: Kinds are measured whenever inputs change, and from so many events on each time there are so many times as many.
 FROM_EVENTS: Final = 512
 GROWTH: Final = 1.3
