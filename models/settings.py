@@ -59,7 +59,7 @@ class Limits:
 #: and nothing that follows from them is to leave float32.
 LIMITS: Final[dict[str, Limits]] = {
     "seed": Limits(-(2**63), 2**64 - 1),  # those that a generator takes
-    "user_weight": Limits(0, 1e6),
+    "user_weight": Limits(1e-6, 1e6),  # of 0 nothing would be learned that all share
     "alpha": Limits(0, 1e6),
     "nu": Limits(0, 1e6),
     "width": Limits(1, 4_096),

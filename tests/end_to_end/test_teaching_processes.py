@@ -4,6 +4,7 @@ administers the service sees it and can ask who helps a cluster."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from bench.deployment import Deployment
 
-#: With the 512th reward, when kinds are looked for, everybody has six.
+#: Kinds are looked for early and again with the 512th reward, when everybody has six.
 USERS, CONTRARY, ARMS, ROUNDS = 80, 20, 2, 4
 FOUND_WITHIN_S = 120.0
 
@@ -42,15 +43,19 @@ def let_learn(client: httpx.Client, random: np.random.Generator) -> None:
         assert client.post("/feedback", json={"events": events}).json()["accepted"] == len(events)
 
 
-def eventually(client: httpx.Client, path: str, field: str, *, state: str | None = None) -> dict[str, Any]:
-    """What a call answers once a field of it is there, or has this value."""
+def eventually(client: httpx.Client, path: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What a call answers once it is as wanted."""
     end = time.monotonic() + FOUND_WITHIN_S
     while True:
         shown: dict[str, Any] = client.get(path).json()
-        if shown[field] is not None and (state is None or shown[field] == state):
+        if wanted(shown):
             return shown
         assert time.monotonic() < end, shown
         time.sleep(0.1)
+
+
+def somebody_is_silent(shown: dict[str, Any]) -> bool:
+    return shown["teaching"] is not None and min(shown["teaching"]["weights"]) < 1
 
 
 @pytest.mark.timeout(240)
@@ -61,7 +66,7 @@ def test_who_teaches(tmp_path: Path) -> None:
     ):
         assert client.get("/admin/transfer").json()["teaching"] is None
         let_learn(client, np.random.default_rng(7))
-        taught = eventually(client, "/admin/transfer", "teaching")["teaching"]
+        taught = eventually(client, "/admin/transfer", somebody_is_silent)["teaching"]
         assert taught["clusters"] == len(taught["weights"])
         assert set(taught["weights"]) == {0.0, 1.0}, taught
         assert taught["gain"] > 2 * taught["gain_error"] > 0
@@ -69,7 +74,8 @@ def test_who_teaches(tmp_path: Path) -> None:
         target = taught["weights"].index(1.0)
         asked = client.post("/admin/transfer", json={"cluster": target})
         assert asked.status_code == 202, asked.text
-        result = eventually(client, f"/admin/transfer/{asked.json()['id']}", "state", state="done")["result"]
+        job = f"/admin/transfer/{asked.json()['id']}"
+        result = eventually(client, job, lambda shown: bool(shown["state"] == "done"))["result"]
         users = {source["cluster"]: source["users"] for source in result["sources"]} | {
             target: result["target"]["users"]
         }
