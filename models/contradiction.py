@@ -13,7 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from models.arrays import inverse
 from models.gem_heads import log_marginal
 from models.prior import Prior, Statistics, matched
 
@@ -36,17 +35,20 @@ def smaller_population(prior: Prior, users: Statistics, points: Tensor, voice: T
     side = apart @ directions[0]  # [U]
     side = side / (voice @ side.square() / voice.sum()).sqrt().clamp_min(LEAST_SPREAD)
     belief = torch.stack([side, -side]).mul(FIRST_LEAN).sigmoid()  # [2, U]
-    mean, precision = prior.mean.expand(2, -1), prior.precision.expand(2, -1, -1)
+    populations = [prior, prior]
     for _ in range(STEPS):
         share = belief.mean(-1, keepdim=True)  # [2, 1]
-        covariance = inverse(users.gram / prior.noise + precision.unsqueeze(1))  # [2, U, D, D]
-        natural = users.moment / prior.noise + (precision @ mean.unsqueeze(-1)).mT  # [2, U, D]
-        heads = (covariance @ natural.unsqueeze(-1)).squeeze(-1)  # [2, U, D]
-        moments = [matched(belief[each : each + 1], heads[each], covariance[each], prior.noise) for each in (0, 1)]
-        mean = torch.cat([centre for centre, _ in moments])  # [2, D]
-        precision = inverse(torch.cat([spread for _, spread in moments]))  # [2, D, D]
-        belief = (log_marginal(mean, precision, prior.noise, users) + share.log()).softmax(0)
+        populations = [_taught(each, users, weights) for each, weights in zip(populations, belief, strict=True)]
+        evidence = [log_marginal(each.mean, each.precision, each.noise, users) for each in populations]
+        belief = (torch.stack(evidence) + share.log()).softmax(0)
     return belief[belief.sum(-1).argmin()]
+
+
+def _taught(population: Prior, users: Statistics, weights: Tensor) -> Prior:
+    """A step of EM in which users count weights [U], and noise stays as it is: it is the same for both populations."""
+    known = population.posterior(users.gram, users.moment)
+    mean, covariance = matched(weights.unsqueeze(0), *known, population.noise)
+    return Prior.of(mean[0], covariance[0], population.noise)
 
 
 def contradiction(prior: Prior, users: Statistics, some: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from models.arrays import inverse
 from models.contradiction import contradiction, smaller_population
 from models.gem_heads import log_marginal
 from models.growth import grown
-from models.prior import HALF_VOICE_EVENTS, Prior, Statistics, matched
+from models.prior import Prior, Statistics, matched, voices
 from models.transfer import SubsetLosses, TransferSettings, draw_subsets, fit_surrogate
 
 #: Kinds of users.
@@ -262,7 +262,7 @@ def _measured(prior: Prior, users: Statistics, generator: torch.Generator) -> Ki
     heads = known[0]  # [U, D]
     values, vectors = torch.linalg.eigh(metric(users))
     root = vectors * values.clamp_min(0).sqrt()  # [D, D]
-    points, voice = heads @ root, users.events / (users.events + HALF_VOICE_EVENTS)  # [U, D], [U]
+    points, voice = heads @ root, voices(users)  # [U, D], [U]
     # Users may differ most in how much they like anything at all, which would hide whose tastes are contrary.
     tastes = heads[:, 1:] @ root[1:]
     splits = [smaller_population(prior, users, each, voice) > 0.5 for each in (points, tastes)]

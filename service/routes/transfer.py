@@ -198,7 +198,10 @@ class TeachingOut(BaseModel):
     model_version: int = Field(description="The epoch that says so.")
     clusters: int
     weights: list[float] = Field(description="Of each cluster: 1, or 0 for one that makes others learn worse.")
-    gain: float = Field(description="What silencing those saves the others, on users held out; in nats a user.")
+    gain: float = Field(
+        description="What silencing some saves the others, on users held out, in nats a user; where all weights are 1, "
+        "what it would save, which is too little."
+    )
     gain_error: float = Field(description="Its standard error.")
     in_use: bool = Field(description="Whether rewards count so now; false where groups tell users apart anyway.")
 
