@@ -1,1 +1,1 @@
-"""What the documentation claims, measured."""
+"""Benchmarks: what the documentation claims, measured."""

@@ -1,1 +1,1 @@
-"""The mathematics: learners, groups and exploration. Knows torch and numpy, nothing of Redis or HTTP."""
+"""The mathematics: learners, groups, exploration. Knows torch and numpy, neither Redis nor HTTP."""

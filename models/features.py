@@ -1,9 +1,10 @@
-"""From what a client sends to what a learner sees: x = [arm, context, arm × context, 1].
+"""Features of a request as vectors: the learner's input x = [arm, context, arm × context, 1], and profiles of users.
 
-Arms and contexts are lists of numbers, taken as they are, or objects of named values, hashed into a fixed number of
-places with a sign that makes collisions cancel on average (Weinberger et al., 2009): a number adds itself at the place
-of its name, a boolean counts as 0 or 1, a string adds 1 at the place of "name=value". Products let a linear head rank
-arms by context; the constant stands in for the biases that Eq. 9 does without.
+Lists of numbers are used as they are. Named values are hashed into a fixed number of places with a random sign, so that
+collisions cancel on average (Weinberger et al., 2009): a number is added at the place of its name, a boolean counts as
+0 or 1, a string adds 1 at the place of "name=value". Products let a linear head rank arms by context; the constant
+replaces the biases that Eq. 9 of the Meta-Ban paper omits. A profile (`user_features`) is treated like an arm, without
+context, products and constant. The first request of a namespace fixes its layout, the first profile that of profiles.
 """
 
 from __future__ import annotations
@@ -12,26 +13,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Final, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Named: TypeAlias = Mapping[str, float | str | bool]
+
 Features: TypeAlias = Sequence[float] | Named
+
 Vectors: TypeAlias = NDArray[np.float32]
 
-#: Hashed places remembered; names and categories beyond it are hashed again.
-HASHES_REMEMBERED = 65_536
-#: Names told of one place; hundreds may share it where many features are hashed into few places.
-NAMES_TOLD = 5
-#: What is said of numbers that fit by themselves, and not when they are added or multiplied.
-TOO_LARGE = "makes inputs too large for the learner: scale the numbers down"
+#: Size of the hash cache.
+HASHES_CACHED: Final = 65_536
+
+#: Names shown for one place; hundreds may share it when many features are hashed into few places.
+NAMES_SHOWN: Final = 5
+
+#: Message for numbers that are finite on their own but overflow when added or multiplied.
+TOO_LARGE: Final = "makes inputs too large for the learner: scale the numbers down"
+
+#: Path of a profile in a request.
+PROFILE_FIELD: Final = ("user_features",)
+
+#: Largest dimension of a profile.
+PROFILE_MAX: Final = 256
+
+#: Places for the named values of a profile.
+PROFILE_HASH_DIMENSION: Final = 32
 
 
 @final
 class FeatureError(ValueError):
-    """Features that do not fit; `field` is the path to them in the request."""
+    """Features that do not fit the layout; `field` is their path in the request."""
 
     def __init__(self, field: tuple[str | int, ...], message: str) -> None:
         super().__init__(message)
@@ -42,7 +56,7 @@ class FeatureError(ValueError):
 @final
 @dataclass(frozen=True, slots=True)
 class FeatureLayout:
-    """How the inputs of a namespace are laid out; fixed while it has events."""
+    """The layout of a namespace's inputs; fixed once it has events."""
 
     arm: int
     context: int
@@ -62,7 +76,7 @@ class FeatureLayout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Restore what `to_json` wrote."""
+        """Restore the result of `to_json`."""
         return cls(**values)
 
 
@@ -94,16 +108,16 @@ def infer_layout(
 
 
 def assemble(layout: FeatureLayout, arms: Sequence[Features], context: Features | None) -> Vectors:
-    """The learner's inputs for every arm of a request: float32 [k, dimension], all finite."""
+    """The learner's inputs for all arms of a request: float32 [k, dimension], all finite."""
     return join_context(layout, arm_vectors(layout, arms), context)
 
 
 def join_context(layout: FeatureLayout, vectors: Vectors, context: Features | None) -> Vectors:
-    """The same from what `arm_vectors` made of the arms."""
-    inputs = np.ones((len(vectors), layout.dimension), dtype=np.float32)  # the last column is the intercept's
+    """The same from the result of `arm_vectors`."""
+    inputs = np.ones((len(vectors), layout.dimension), dtype=np.float32)  # the last column is the intercept
     inputs[:, : layout.arm] = vectors
     if layout.context:
-        with np.errstate(over="ignore", invalid="ignore"):  # sums and products may leave float32: refused below
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused below
             row = _context_vector(layout, context)
             if not np.isfinite(row).all():
                 raise FeatureError(("context",), TOO_LARGE)
@@ -121,13 +135,13 @@ def join_context(layout: FeatureLayout, vectors: Vectors, context: Features | No
 
 
 def arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
-    """The part of the inputs that depends on the arms alone: float32 [k, layout.arm], finite or not."""
+    """The part of the inputs that depends on the arms alone: float32 [k, layout.arm], not checked for overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _arm_vectors(layout, arms)
 
 
 def check_fit(layout: FeatureLayout, features: Features) -> None:
-    """FeatureError, of the field `features`, unless an arm fits the layout by itself."""
+    """Raise FeatureError for the field `features` if an arm does not fit the layout."""
     try:
         if np.isfinite(arm_vectors(layout, [features])).all():
             return
@@ -138,17 +152,17 @@ def check_fit(layout: FeatureLayout, features: Features) -> None:
 
 @final
 class InputNames:
-    """What a client calls the columns of the inputs that `assemble` makes of one request."""
+    """Names of the input columns of one request, as the client calls them."""
 
     def __init__(self, layout: FeatureLayout, context: Features | None) -> None:
         self._layout = layout
         self._context = _named_places(context or {}, layout.context, "context")
 
     def of(self, arm: Features, columns: Iterable[int]) -> list[tuple[str, float]]:
-        """The names of some columns of an arm, and the sign with which each stands there.
+        """The names of some columns of an arm, each with its hash sign.
 
-        Names that were hashed to one place share it, with the sign of the first; a place that no name of this request
-        was hashed to is called by its number, as those of lists are.
+        Names hashed to one place share a column and the sign of the first name. A column of a list, or a place without
+        a name, is named by its number.
         """
         layout, arms, contexts = self._layout, _named_places(arm, self._layout.arm, "arm"), self._context
         named = []
@@ -166,7 +180,7 @@ class InputNames:
 
 
 def _named_places(values: Features, places: int, kind: str) -> Callable[[int], tuple[str, float]]:
-    """What stands for each place of an arm or a context, and with which sign."""
+    """A function from a place of an arm or a context to its name and sign."""
     texts: dict[int, list[str]] = {}
     signs: dict[int, float] = {}
     if isinstance(values, Mapping):
@@ -179,8 +193,8 @@ def _named_places(values: Features, places: int, kind: str) -> Callable[[int], t
     def named(place: int) -> tuple[str, float]:
         if place not in texts:
             return f"{kind}[{place}]", 1.0
-        more = ["…"] if len(texts[place]) > NAMES_TOLD else []
-        return " | ".join(texts[place][:NAMES_TOLD] + more), signs[place]
+        more = ["…"] if len(texts[place]) > NAMES_SHOWN else []
+        return " | ".join(texts[place][:NAMES_SHOWN] + more), signs[place]
 
     return named
 
@@ -189,7 +203,7 @@ def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
     if not layout.arm_named:
         try:
             vectors = np.asarray(arms, dtype=np.float32)
-        except (TypeError, ValueError):  # objects, or lists of different lengths: said below of which arm
+        except (TypeError, ValueError):  # objects, or lists of different lengths: the loop below finds the arm
             pass
         else:
             if vectors.shape == (len(arms), layout.arm):
@@ -230,8 +244,33 @@ def _hashed(values: Named, places: int) -> Vectors:
     return vector
 
 
-@lru_cache(maxsize=HASHES_REMEMBERED)
+@lru_cache(maxsize=HASHES_CACHED)
 def _place(text: str, places: int) -> tuple[int, float]:
-    """Where a name goes, and with which sign: the same in every process and version."""
+    """Place and sign of a name; the same in every process and version."""
     digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     return (digest >> 1) % places, 1.0 if digest & 1 else -1.0
+
+
+def infer_profile_layout(features: Features) -> FeatureLayout:
+    """The layout implied by the first profile of a namespace."""
+    if not isinstance(features, Mapping) and len(features) > PROFILE_MAX:
+        raise FeatureError(PROFILE_FIELD, f"holds {len(features)} numbers; at most {PROFILE_MAX} are allowed")
+    return infer_layout(
+        [features],
+        None,
+        products=False,
+        intercept=False,
+        hash_dimension=PROFILE_HASH_DIMENSION,
+        max_dimension=PROFILE_MAX,
+    )
+
+
+def profile_vector(layout: FeatureLayout, features: Features) -> NDArray[np.float64]:
+    """A profile as a vector: float64 [layout.dimension], finite in float32; FeatureError otherwise."""
+    try:
+        vector: NDArray[np.float64] = arm_vectors(layout, [features])[0].astype(np.float64)
+    except FeatureError as error:
+        raise FeatureError(PROFILE_FIELD, error.message) from None
+    if not np.isfinite(vector).all():
+        raise FeatureError(PROFILE_FIELD, TOO_LARGE)
+    return vector

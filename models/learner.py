@@ -1,9 +1,7 @@
-"""What a learner is to the service, the worker and the benchmarks.
+"""The interface between a learner and the service, the worker and the benchmarks.
 
-State comes in two kinds. *Per-user* tensors change when that user's events are applied, and only then; a learner names
-them in `fields`. *Shared* tensors are derived from users' samples by `derive` and published as a numbered epoch;
-nothing an event does touches them. Both are plain dictionaries of tensors, so that the store, the replica and the
-benchmarks handle every learner alike.
+User state changes only when that user's events are applied; a learner names its tensors in `fields`. Shared state is
+derived from users' samples by `derive` and published as a numbered epoch. Both are plain dictionaries of tensors.
 """
 
 from __future__ import annotations
@@ -11,48 +9,45 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from models.arrays import Array, at_most, library_of, on_device
-from models.drawing import Draws
-from models.explaining import Agreement, Contributions
-from models.slates import Slates
-from models.teaching import Teaching
+from metaban.models.explaining import Agreement, Contributions
+from metaban.models.numerics.arrays import Array, Arrays, at_most, library_of, on_device
+from metaban.models.numerics.slates import Slates
+from metaban.models.posterior_draws import Draws
 
 #: The tensors of one user (or, with a leading dimension, of many), by field name.
 State = dict[str, Tensor]
-#: The same while arms are judged: tensors, or numpy arrays.
-Arrays = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class UserBatch:
-    """Samples of B users side by side, padded to the longest."""
+    """Samples of B users, padded to the longest."""
 
     features: Array  # [B, S, d], raw inputs of the chosen arms, oldest first
     rewards: Array  # [B, S]
-    valid: Array  # [B, S] bool: which samples are real
-    events: Array  # [B] int64: events ever applied, at least the samples kept
-    draw: Array  # [B] int64 ≥ 0: a stable hash for whatever a learner chooses at random
-    weight: Array  # [B] w_u of Eq. 5: how much this user teaches others
-    phi: Array  # [B, S, q]: what `score` noted of the samples when they were chosen
-    epochs: Array  # [B, S] int64: the epoch they were chosen under
-    starts: Array  # [B, start_size] float64: warm starts, 0 for who has none; [B, 0] where nobody has any
+    valid: Array  # [B, S] bool: False for padding
+    events: Array  # [B] int64: events ever applied, at least the number of samples
+    draw: Array  # [B] int64 ≥ 0: a stable hash, the source of a learner's random choices
+    weight: Array  # [B] w_u of Eq. 5 of the Meta-Ban paper: this user's influence on others
+    phi: Array  # [B, S, q]: the notes that `score` returned with the decision
+    epochs: Array  # [B, S] int64: the epoch of the decision
+    starts: Array  # [B, start_size] float64: warm starts, 0 for users without one; [B, 0] when no user has one
 
 
 @dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class Query:
-    """The arms of R requests end to end, with the asking users' states."""
+    """The arms of R requests, concatenated, with the requesting users' states."""
 
     arms: Array  # [N, d] raw inputs
-    slates: Slates  # which of them belong to one request
-    own: Mapping[str, Array]  # each [R, …]: states, or what `Learner.brief` made of them
-    own_row: Array  # [R] int64: the asking user's row in the pool, −1 when they have none
+    slates: Slates  # the number of arms of each request
+    own: Mapping[str, Array]  # each [R, …]: states, or the result of `Learner.prepare_users`
+    own_row: Array  # [R] int64: the requesting user's row in the pool, −1 for none
     own_events: Array  # [R] int64
-    draws: Draws | None = None  # of each arm, if any are wanted
+    draws: Draws | None = None  # posterior draws of each arm, if requested
 
     @property
     def requests(self) -> int:
@@ -61,40 +56,59 @@ class Query:
 
     @property
     def request(self) -> Tensor:
-        """The request that each arm belongs to, [N] int64."""
+        """The request of each arm, [N] int64."""
         request: Tensor = self.slates.request(self.own_row)
         return request
 
 
 @dataclass(slots=True)  # made for every request; frozen, it would take three times as long
 class Scores:
-    """What a learner thinks of each arm; the score of an arm is mean + bonus."""
+    """Scores of arms; the score of an arm is mean + bonus."""
 
     mean: Array  # [N]
     bonus: Array  # [N]
-    phi: Array  # [N, q]: numbers to keep with the decision, for `fit` to get back; q may be 0
-    sigma: Array  # [N]: how little is known of the mean, as a standard deviation
-    #: How many agree about the arms in these places, the asking users included: a slice, or [n] → [n] int64. Asked of
-    #: what was chosen only, it is worked out where that takes time; good until the pool changes.
+    phi: Array  # [N, q]: notes to store with the decision; `fit` and `derive` receive them; q may be 0
+    sigma: Array  # [N]: standard deviation of the mean
+    #: Group sizes of the arms in these places, the requesting user included: a slice or [n] → [n] int64. Computed on
+    #: call, because only the chosen arms need it; valid until the pool changes.
     agreeing: Callable[[Array | slice], Array]
-    draws: Array | None = None  # [N, M] what the arms may be worth, jointly for the arms of a request; if asked for
+    draws: Array | None = None  # [N, M] joint posterior draws of the arms of a request, if requested
 
     @property
     def group_size(self) -> Array:
-        """How many agree about each arm [N] int64."""
+        """Group size of each arm [N] int64."""
         return self.agreeing(slice(None))
 
 
 def newest(valid: Array, keep: int) -> tuple[Array, Array]:
     """Places of each user's newest `keep` samples, oldest first, and which of them are real, both [B, keep].
 
-    Users' samples are padded behind, and differ in number; `valid` is [B, S].
+    `valid` is [B, S]; padding is at the end.
     """
     counts = valid.sum(-1)  # [B]
     kept = at_most(counts, keep)
     place = library_of(valid).arange(keep, **on_device(valid))
     index = at_most((counts - kept)[:, None] + place, max(0, valid.shape[1] - 1))
     return index, place < kept[:, None]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Influence:
+    """Influence of K kinds of users in an epoch: w_u of Eq. 5 of the Meta-Ban paper."""
+
+    #: Weight of each kind's samples in what is shared [K]: 1 until measured.
+    weights: Tensor
+    #: Loss that these weights save on held-out users, in nats per user, and its standard error; 0 until measured.
+    gain: float
+    gain_error: float
+    #: Whether the weights are applied; they are not while groups separate users.
+    in_use: bool
+
+    @property
+    def kinds(self) -> int:
+        """K."""
+        return self.weights.shape[0]
 
 
 class Learner(ABC):
@@ -104,93 +118,93 @@ class Learner(ABC):
     fields: dict[str, tuple[int, ...]]
     dtype: torch.dtype
     #: d, the length of a raw input.
-    inputs_expected: int
-    #: Numbers in the networks that all users share.
+    input_size: int
+    #: Parameters of the networks that all users share.
     network_size: int
-    #: q, how many numbers `score` notes of an arm.
+    #: q, the number of notes that `score` returns with an arm.
     noted: int = 0
-    #: Numbers of a warm start, the last of them how far it is trusted; 0 for a learner that takes none.
+    #: Numbers of a warm start, the last of them its trust; 0 for a learner without warm starts.
     start_size: int = 0
-    #: Whether `fit`, `brief` and `score_briefed` take numpy arrays as well as tensors.
-    knows_numpy: bool = False
-    #: Whether `fit` goes on from users' states before; otherwise it is given none.
+    #: Whether `fit`, `prepare_users` and `score_prepared` accept numpy arrays as well as tensors.
+    supports_numpy: bool = False
+    #: Whether `fit` needs the users' previous states.
     continues: bool = False
 
     @abstractmethod
     def initial_shared(self) -> State:
-        """The shared state of epoch 0, a pure function of the settings."""
+        """The shared state of epoch 0; it depends on the settings alone."""
 
-    def renumbered(self, shared: State, number: int) -> State:
-        """Shared state that is published, out of turn, as epoch `number`."""
+    def with_epoch_number(self, shared: State, number: int) -> State:
+        """This shared state, to be published as epoch `number` (after a restore)."""
         return shared
 
     @abstractmethod
-    def newborn(self, shared: State) -> State:
+    def initial_user(self, shared: State) -> State:
         """The state of a user without events, without a batch dimension."""
 
-    def started(self, shared: State, starts: Array) -> Arrays:
-        """The states [B, …] of users without events who have these warm starts [B, start_size]."""
-        return {name: value.expand(starts.shape[0], *value.shape) for name, value in self.newborn(shared).items()}
+    def warm_started(self, shared: State, starts: Array) -> Arrays:
+        """The states [B, …] of users without events from their warm starts [B, start_size]."""
+        return {name: value.expand(starts.shape[0], *value.shape) for name, value in self.initial_user(shared).items()}
 
     @abstractmethod
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
-        """The users' states after the batch's samples; every tensor gains the batch dimension B."""
+        """The users' states after the batch's samples; every tensor has the batch dimension B."""
 
-    def outline(self, shared: State, *, as_numpy: bool = False) -> Any:
-        """What judging arms needs of an epoch, laid out for it; `as_numpy` only where the learner knows numpy."""
+    def prepare_epoch(self, shared: State, *, as_numpy: bool = False) -> Any:
+        """The part of the shared state that scoring needs; `as_numpy` requires `supports_numpy`."""
         return shared
 
-    def brief(self, outline: Any, own: Arrays) -> Arrays:
-        """What judging arms needs of asking users with states [R, …]; the same for a state as long as an epoch lasts.
+    def prepare_users(self, outline: Any, own: Arrays) -> Arrays:
+        """The part of users' states [R, …] that scoring needs; valid until the state or the epoch changes.
 
-        Whatever a learner can work out before it sees arms belongs here: the service keeps it between requests.
+        Work that does not depend on arms belongs here: the service keeps the result between requests.
         """
         return own
 
-    def brief_draws(self, brief: Arrays) -> Arrays:
-        """A brief, with what draws need of it; it is made once it is asked for, and then kept like the rest."""
+    def prepare_draws(self, brief: Arrays) -> Arrays:
+        """A brief extended by what posterior draws need; computed on demand and kept with the brief."""
         return brief
 
     @abstractmethod
-    def score_briefed(self, outline: Any, pool: Arrays, query: Query) -> Scores:
-        """Judge the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
+    def score_prepared(self, outline: Any, pool: Arrays, query: Query) -> Scores:
+        """Score the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
 
     def score(self, shared: State, pool: State, query: Query) -> Scores:
-        """Judge the arms of a query whose `own` are users' states."""
-        outline = self.outline(shared)
-        brief = self.brief(outline, dict(query.own))
-        own = brief if query.draws is None else self.brief_draws(brief)
-        return self.score_briefed(outline, pool, replace(query, own=own))
+        """Score the arms of a query whose `own` are users' states."""
+        outline = self.prepare_epoch(shared)
+        brief = self.prepare_users(outline, dict(query.own))
+        own = brief if query.draws is None else self.prepare_draws(brief)
+        return self.score_prepared(outline, pool, replace(query, own=own))
 
     @abstractmethod
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
-        """Who agrees with the asking user on some arms, rows [n] int64 of a query of one request with briefs.
+        """The groups of some arms (Eq. 4): rows [n] int64 of a query of one request with briefs.
 
-        The groups are those whose sizes `score_briefed` tells of the same query.
+        The groups are those whose sizes `score_prepared` reports for the same query.
         """
 
     @abstractmethod
     def contributions(
         self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
     ) -> Contributions:
-        """What the means of these arms are made of, with the user, the group and the other arms held fixed."""
+        """Attribution of the arms' means, with the user, the group and the other arms fixed."""
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
-        """Whether shared state derived at `epoch_events` applied events is due again at `total_events`."""
+        """Whether an epoch derived at `epoch_events` applied events has to be derived again at `total_events`."""
 
     @abstractmethod
     def refit_due(self, epoch_events: int, total_events: int) -> bool:
-        """Whether that new epoch changes the inputs, so that every user's state has to be fitted again."""
+        """Whether that epoch changes the inputs, so that every user's state has to be fitted again."""
 
     @abstractmethod
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         """Shared state of the next epoch, from users' samples."""
 
     def kinds(self, shared: State, batch: UserBatch) -> Tensor:
-        """The kind of each user of a batch [B] int64, from 0; all are of one until kinds were told apart."""
+        """The kind of each user of a batch [B] int64, from 0; all 0 until kinds were found."""
         return torch.zeros(batch.events.shape[0], dtype=torch.int64)
 
-    def teaching(self, shared: State) -> Teaching | None:
-        """Who teaches whom, by kind; None where that was not looked at."""
+    def influence(self, shared: State) -> Influence | None:
+        """The influence of each kind of users; None until it was measured."""
         return None

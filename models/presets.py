@@ -1,4 +1,4 @@
-"""Learners by name."""
+"""Builds the learner that settings name."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 
 import torch
 
-from models.learner import Learner
-from models.metaban import PaperLearner
-from models.pooled import PooledLearner
-from models.posterior import PosteriorLearner
-from models.settings import LearnerSettings, MetaBanSettings, PosteriorSettings
+from metaban.models.default.learner import PosteriorLearner
+from metaban.models.learner import Learner
+from metaban.models.metaban.paper import PaperLearner
+from metaban.models.metaban.pooled import PooledLearner
+from metaban.models.settings import LearnerSettings, MetaBanSettings, PosteriorSettings
 
 
 def build_learner(settings: LearnerSettings, inputs: int, dtype: torch.dtype = torch.float32) -> Learner:
-    """The learner that the settings name, for a number of inputs; ValueError when it would be too large.
+    """The learner for these settings and this number of inputs; ValueError when it would be too large.
 
-    It has no tensors yet, so that to ask whether there can be one takes no time and no memory.
+    No tensors are allocated.
     """
     learner = _made(settings, inputs, dtype)
     user = sum(math.prod(shape) for shape in learner.fields.values())

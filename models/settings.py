@@ -1,4 +1,4 @@
-"""Hyper-parameters of the learners, named after what they do; the papers' letters stand beside them."""
+"""Hyper-parameters of the learners, with their symbols in the papers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final, Literal, Self, final
 
-#: Numbers in the networks that all users share. Epochs keep up to three of each, so that is 100 MB.
+#: Parameters of the shared networks. Epochs keep up to three copies: 100 MB.
 SHARED_NUMBERS_MAX: Final = 1 << 23
-#: Numbers of one user's learner. A service makes room for 64 users at once, so that is 256 MB.
+
+#: Numbers of one user's state. A service allocates room for 64 users at once: 256 MB.
 USER_NUMBERS_MAX: Final = 1 << 20
-#: Hidden units of the trunk times the samples of a step, all of which are held during the step.
+
+#: Hidden units of the trunk times the samples of a step; all of them are in memory during the step.
 STEP_NUMBERS_MAX: Final = 1 << 25
-#: Multiplications, a forward pass counted: of training the trunk in an epoch (minutes), of fitting one sample of a user
-#: (a second for the 256 that are kept), and of `pooled` for a request (a second). One thread does them for everybody.
+
+#: Multiplications of forward passes: of training the trunk in an epoch (minutes), of fitting one sample of a user
+#: (a second for the 256 samples kept), and of one request to `pooled` (a second). They run on one thread.
 EPOCH_WORK_MAX: Final = 1 << 42
 SAMPLE_WORK_MAX: Final = 1 << 25
 REQUEST_WORK_MAX: Final = 1 << 31
@@ -22,16 +25,16 @@ REQUEST_WORK_MAX: Final = 1 << 31
 
 @final
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What settings come to together with the number of inputs."""
+class WorkLimit:
+    """A quantity that follows from settings and the number of inputs, and its limit."""
 
     amount: int
     most: int
     what: str
-    names: tuple[str, ...]  # of the settings to blame
+    names: tuple[str, ...]  # the settings it depends on
 
     def check(self, inputs: int) -> None:
-        """ValueError, which names the settings and the limit, for too much."""
+        """Raise ValueError, naming the settings and the limit, if the amount is too large."""
         if self.amount > self.most:
             raise ValueError(
                 f"{', '.join(self.names)} and {inputs} input{'s' * (inputs != 1)} make {self.amount:,} {self.what}, "
@@ -42,24 +45,28 @@ class Load:
 @final
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The values that a setting may have."""
+    """The range of a setting."""
 
     least: float
     most: float
-    below: bool = False  # `most` itself is too much
+    above: bool = False  # `least` itself is excluded
+    below: bool = False  # `most` itself is excluded
 
     def check(self, name: str, value: float) -> None:
-        """ValueError, which names the setting and its limits, for a value outside of them."""
-        if value < self.least or value > self.most or (self.below and value == self.most):
-            upper = "below" if self.below else "at most"
-            raise ValueError(f"{name} must be at least {_shown(self.least)} and {upper} {_shown(self.most)}")
+        """Raise ValueError, naming the setting and its range, for a value outside."""
+        low = value < self.least or (self.above and value == self.least)
+        if low or value > self.most or (self.below and value == self.most):
+            lower, upper = "above" if self.above else "at least", "below" if self.below else "at most"
+            raise ValueError(f"{name} must be {lower} {_shown(self.least)} and {upper} {_shown(self.most)}")
 
 
-#: Of every number among the settings, of whichever learner. A request or a step of training is to end in some seconds,
-#: and nothing that follows from them is to leave float32.
+#: The range of every numeric setting of any learner, chosen such that a request or a training step ends within seconds
+#: and no intermediate result overflows float32. A learner may narrow it (`LearnerSettings.NARROWER`).
 LIMITS: Final[dict[str, Limits]] = {
-    "seed": Limits(-(2**63), 2**64 - 1),  # those that a generator takes
-    "user_weight": Limits(1e-6, 1e6),  # of 0 nothing would be learned that all share
+    "seed": Limits(-(2**63), 2**64 - 1),  # the range of torch's generators
+    "user_weight": Limits(1e-6, 1e6),  # with 0 nothing shared would be learned
+    "samples_kept": Limits(1, 100_000),
+    "candidate_pool": Limits(1, 1_000_000),
     "alpha": Limits(0, 1e6),
     "nu": Limits(0, 1e6),
     "width": Limits(1, 4_096),
@@ -109,47 +116,47 @@ def _shown(limit: float) -> str:
 
 @dataclass(frozen=True)
 class LearnerSettings(ABC):
-    """What the settings of every learner have; `named_settings` gives the presets, `stored_settings` stored ones."""
+    """Settings that every learner has; `named_settings` builds presets, `stored_settings` reads stored ones."""
 
     preset: str
     seed: int = 0
     user_weight: float = 1.0  #: w_u of Eq. 5
+    samples_kept: int = 256  # latest samples of a user that are learned from
+    candidate_pool: int = 2_048  # most users that a request is compared with
 
-    #: The settings that fix what a user's stored tensors mean; the others may change under stored users.
+    #: The settings that fix the meaning of a user's stored tensors; all others may change while users exist.
     STRUCTURE: ClassVar[tuple[str, ...]] = ("preset", "seed")
-    #: The settings that say how large networks are, and those that say it of all that a user's learner has.
+    #: The settings that determine the size of the shared networks, and of a user's state.
     NETWORK_SIZE: ClassVar[tuple[str, ...]]
     USER_SIZE: ClassVar[tuple[str, ...]]
+    #: Ranges that are narrower for this learner than in LIMITS.
+    NARROWER: ClassVar[dict[str, Limits]] = {}
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        self._check_types()
         for field in fields(self):
             if field.type in ("int", "float"):
-                LIMITS[field.name].check(field.name, getattr(self, field.name))
-        self._check_values()
+                limits = self.NARROWER.get(field.name, LIMITS[field.name])
+                limits.check(field.name, getattr(self, field.name))
 
     @abstractmethod
-    def _check_values(self) -> None:
-        """Raise ValueError for values within their limits that make no sense to this learner, or together."""
-
-    @abstractmethod
-    def _work(self, network: int) -> list[Load]:
-        """What there is to do with a network of so many numbers."""
+    def _work(self, network: int) -> list[WorkLimit]:
+        """Computing costs with a network of so many parameters."""
 
     def check_size(self, inputs: int, *, network: int, user: int) -> None:
-        """ValueError, which names the settings to blame, for a learner that is too large, or takes too long.
+        """Raise ValueError, naming the settings, for a learner that is too large or too slow.
 
-        The shared network has so many numbers, and each user's learner has.
+        `network` and `user` are the numbers in the shared network and in a user's state.
         """
         loads = [
-            Load(network, SHARED_NUMBERS_MAX, "numbers in the shared network", self.NETWORK_SIZE),
-            Load(user, USER_NUMBERS_MAX, "numbers in the learner of a user", self.USER_SIZE),
+            WorkLimit(network, SHARED_NUMBERS_MAX, "numbers in the shared network", self.NETWORK_SIZE),
+            WorkLimit(user, USER_NUMBERS_MAX, "numbers in the learner of a user", self.USER_SIZE),
         ]
         for load in loads + self._work(network):
             load.check(inputs)
 
-    def _check_kinds(self) -> None:
-        """Settings also come from JSON, where anything can stand."""
+    def _check_types(self) -> None:
+        """Check types, because settings also come from JSON."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in CHOICES:
@@ -169,7 +176,7 @@ class LearnerSettings(ABC):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Restore what `to_json` wrote; a field this version does not know is an error, never ignored."""
+        """Restore the result of `to_json`; an unknown field is an error."""
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown learner settings: {', '.join(sorted(unknown))}")
@@ -187,37 +194,37 @@ class PosteriorSettings(LearnerSettings):
 
     preset: str = "default"
     alpha: float = 0.3  #: α, weight of the posterior's deviation
-    # What it is made of; each can be left out to see what it is worth.
+    # Parts; each can be switched off to measure its effect.
     trunk: bool = True
-    embed: bool = True  # tell the trunk who asks
-    heads: bool = True  # False: the trunk alone, no users
+    embed: bool = True  # the trunk sees the user's embedding
+    heads: bool = True  # False: the trunk alone, without user heads
     groups: bool = True
     memory: bool = True
-    plain: bool = True  # one plain head for everybody decides until users' own foresee more
-    teaching: bool = True  # nobody learns from kinds of users who teach badly
-    apart: bool = True  # take out of wide inputs what the arms of a request have in common
-    # The trunk: p(x), the mean of some networks, and the samples they replay.
+    plain: bool = True  # rank by the pooled head until users' own heads predict better
+    teaching: bool = True  # exclude kinds of users that harm the others from what is shared
+    apart: bool = True  # subtract the slate effect from wide inputs
+    # The trunk: p(x), the mean of several networks, trained on replayed samples.
     members: int = 4
     width: int = 48
     depth: int = 2
-    bins: int = 12  # pieces of the code of one input; 0 for none
-    codes_max: int = 384  # numbers that all codes may have together
+    bins: int = 12  # pieces of the piecewise-linear code of one input; 0 for none
+    codes_max: int = 384  # all codes together
     trunk_rate: float = 0.003
     trunk_decay: float = 0.5
-    replayed: int = 256  # samples a step
+    replayed: int = 256  # samples of a step
     steps_per_event: float = 0.25
     epoch_steps_max: int = 2_048
     # Heads: inputs of more than `head_inputs_max` numbers reach them as `head_directions` principal directions.
     head_inputs_max: int = 48
     head_directions: int = 6
-    products_max: int = 48  # products of two head inputs are head inputs too, where they are at most so many
-    # Groups: Σ within one as a share of Σ, and ν: how many deviations apart two users may be on an arm to agree on it.
+    products_max: int = 48  # products of two head inputs are head inputs too, if they are at most so many
+    # Groups: κ, Σ within a group relative to Σ, and ν: users agree on an arm within so many deviations.
     group_spread: float = 0.15
     nu: float = 1.0
-    # Memory: latest samples kept, and how alike two arms must be (rms, in standard deviations).
+    # Memory: latest samples kept, and the kernel's radius (rms distance, in standard deviations).
     memory_samples: int = 64
     memory_radius: float = 0.087
-    # An epoch is due after so many events, or this share of all there were.
+    # An epoch is due after so many events or this share of all events, whichever is more.
     epoch_events: int = 64
     epoch_growth: float = 0.03
 
@@ -227,7 +234,8 @@ class PosteriorSettings(LearnerSettings):
     NETWORK_SIZE = ("members", "width", "depth", "codes_max")
     USER_SIZE = ("head_inputs_max", "head_directions", "products_max", "memory_samples")
 
-    def _check_values(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head_directions > self.head_inputs_max:
             raise ValueError("head_directions must be at most head_inputs_max")
         held = self.replayed * self.members * self.width * self.depth
@@ -237,16 +245,16 @@ class PosteriorSettings(LearnerSettings):
                 f"{STEP_NUMBERS_MAX:,} allowed"
             )
 
-    def _work(self, network: int) -> list[Load]:
+    def _work(self, network: int) -> list[WorkLimit]:
         steps = self.replayed * self.epoch_steps_max
         names = ("replayed", "epoch_steps_max", *self.NETWORK_SIZE)
-        return [Load(steps * network, EPOCH_WORK_MAX, "multiplications in an epoch", names)]
+        return [WorkLimit(steps * network, EPOCH_WORK_MAX, "multiplications in an epoch", names)]
 
 
 @final
 @dataclass(frozen=True)
 class MetaBanSettings(LearnerSettings):
-    """Settings of the published learner and of what its public code does."""
+    """Settings of Meta-Ban as published (`paper`) and as in the authors' public code (`pooled`)."""
 
     preset: str = "paper"
     width: int = 100  #: m
@@ -255,17 +263,17 @@ class MetaBanSettings(LearnerSettings):
     user_rate: float = 0.05  #: η₁
     meta_steps: int = 10  #: J₂
     meta_rate: float = 0.6  #: η₂
-    #: Eq. 10 lets both rates fall with the data. "per-event" divides a summed gradient's rate by the number of samples
-    #: in the sum, so that one setting stays stable from the first event to the last; "constant" does not.
+    #: Eq. 10 lets both rates fall with the data. "per-event" divides the rate of a summed gradient by the number of
+    #: samples in the sum, which keeps one setting stable for any number of events; "constant" does not.
     rate_schedule: Literal["constant", "per-event"] = "per-event"
     l1: float = 0.001  #: λ of Eq. 5
     nu: float = 5.0  #: ν of Eq. 4
-    gamma: float = 0.1  #: γ of Eq. 4; Section 7 has 0.4, which earns less with the rates above
+    gamma: float = 0.1  #: γ of Eq. 4; Section 7 uses 0.4, which has more regret with the rates above
     alpha: float = 0.02  #: α, weight of the bonus
-    #: The bonus: the published one, of gradients, or the deviation of the user's own learner (own_posterior.py).
+    #: The bonus: "gradient" as published, or the posterior deviation of the user's own learner (posterior_bonus.py).
     bonus: Literal["gradient", "posterior"] = "gradient"
     noise: float = 0.1  # variance of rewards around a user's learner, for the bonus "posterior"
-    beta2: float = 1.0  #: β₂ of Lemma 6.2, whose constants the paper hides
+    beta2: float = 1.0  #: β₂ of Lemma 6.2, whose constants the paper does not state
     z1: float = 0.0  #: Z₁ of Eq. 13, the same for all arms
     xi1: float = 0.0  #: ξ₁ of Lemma 6.3
     epsilon1: float = 0.01  #: ε₁, the training error of Lemma 6.1
@@ -275,11 +283,11 @@ class MetaBanSettings(LearnerSettings):
     draw: Literal["latest", "uniform"] = "latest"
     checkpoints: int = 8
     standardize: bool = True  # inputs to zero mean and unit deviation, frozen for an epoch
-    #: ‖x‖ of every input (Assumption 5.2 has 1), so that the rates fit any number and size of features; with the
-    #: constant that the service appends nothing is lost by it. 0 leaves inputs as they are.
+    #: ‖x‖ of every input (1 in Assumption 5.2), so that the rates fit any number and size of features. The service
+    #: appends a constant input, so scaling loses no information. 0 leaves inputs unscaled.
     input_norm: float = 2.24
-    clip_norm: float = 100.0  # largest norm of a loss gradient averaged over its samples
-    # Only `pooled`: samples of a user that the service holds, samples in a step, and applied events between epochs.
+    clip_norm: float = 100.0  # largest norm of the mean loss gradient
+    # `pooled` only: samples of a user in its state, samples of a step, and applied events between epochs.
     recent_samples: int = 64
     step_samples: int = 64
     epoch_events: int = 64
@@ -290,22 +298,18 @@ class MetaBanSettings(LearnerSettings):
     NETWORK_SIZE = ("width", "depth")
     USER_SIZE = ("width", "depth", "checkpoints", "recent_samples")
 
-    def _check_values(self) -> None:
-        if self.depth < 2:
-            raise ValueError("depth must be at least 2")
-        if not self.nu > 1:
-            raise ValueError("nu must be above 1")
+    NARROWER: ClassVar[dict[str, Limits]] = {"depth": Limits(2, 16), "nu": Limits(1, 1e6, above=True)}
 
-    def _work(self, network: int) -> list[Load]:
+    def _work(self, network: int) -> list[WorkLimit]:
         size, fitting = self.NETWORK_SIZE, self.user_steps * network
-        loads = [Load(fitting, SAMPLE_WORK_MAX, "multiplications for a sample of a user", ("user_steps", *size))]
+        loads = [WorkLimit(fitting, SAMPLE_WORK_MAX, "multiplications for a sample of a user", ("user_steps", *size))]
         if self.preset == "pooled":
             adapting, names = self.meta_steps * self.step_samples * network, ("meta_steps", "step_samples", *size)
-            loads.append(Load(adapting, REQUEST_WORK_MAX, "multiplications in a request", names))
+            loads.append(WorkLimit(adapting, REQUEST_WORK_MAX, "multiplications in a request", names))
         return loads
 
 
-#: What settings that are words may say.
+#: Allowed values of settings that are strings.
 CHOICES: dict[str, tuple[str, ...]] = {
     "preset": ("default", "paper", "pooled"),
     "rate_schedule": ("constant", "per-event"),
@@ -313,7 +317,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "bonus": ("gradient", "posterior"),
 }
 
-#: What each preset changes. `pooled` follows the authors' public code: Θ is trained on the pooled samples of the group.
+#: Settings of each preset that differ from the defaults. `pooled` follows the authors' public code.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {},
@@ -322,7 +326,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def stored_settings(values: dict[str, Any]) -> LearnerSettings:
-    """What `to_json` of any learner's settings wrote."""
+    """Settings from the result of any learner's `to_json`."""
     kind = PosteriorSettings if values.get("preset") == "default" else MetaBanSettings
     return kind.from_json(values)
 

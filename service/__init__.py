@@ -1,1 +1,1 @@
-"""The HTTP edge: routes, scoring, the replica of served parameters, and the command line."""
+"""The HTTP service: requests in, decisions and acknowledged rewards out; and the `metaban` command."""

@@ -1,34 +1,35 @@
-"""What the service tells a client it could not do.
+"""Errors that become problem documents for the client.
 
     ServiceError
-    ├── InvalidInput         422  /problems/invalid-input         a field cannot be used; `errors` names it
+    ├── InvalidInput         422  /problems/invalid-input         a field is invalid; `errors` names it
     ├── MalformedBody        400  /problems/malformed-body        the body is not JSON at all
-    ├── Unauthorized         401  /problems/unauthorized          no key, or a wrong one
-    ├── Forbidden            403  /problems/forbidden             a client's key where an admin's is needed
-    ├── NotFound             404  /problems/not-found             nothing of that name is here
-    ├── UnknownDecision      404  /problems/unknown-decision      never made, or not kept any more
+    ├── Unauthorized         401  /problems/unauthorized          the key is missing or unknown
+    ├── Forbidden            403  /problems/forbidden             the key does not allow this call
+    ├── NotFound             404  /problems/not-found             what the path names does not exist
+    ├── UnknownDecision      404  /problems/unknown-decision      the decision was never made, or is no longer kept
     ├── BodyTimeout          408  /problems/body-timeout          the body did not arrive in time
     ├── DecisionConflict     409  /problems/decision-conflict     the decision_id belongs to another request
     ├── UserReset            409  /problems/user-reset            the user was forgotten or restored since the decision
     ├── NotActivated         409  /problems/not-activated         the decision is deferred and was not activated yet
-    ├── NotReplayable        409  /problems/not-replayable        the dead letter cannot be put back
+    ├── TooManyRewards       409  /problems/too-many-rewards      the arm has the most rewards that a decision takes
+    ├── NotReplayable        409  /problems/not-replayable        the dead letter cannot be replayed
     ├── NamespaceExists      409  /problems/namespace-exists      the name of a new namespace is taken
-    ├── SettingsChanged      409  /problems/settings-changed      the settings are not of the revision that was given
-    ├── JobRunning           409  /problems/job-running           one job at a time, and one is under way
-    ├── ArmExists            409  /problems/arm-exists            the catalogue has an arm of this id
+    ├── SettingsChanged      409  /problems/settings-changed      the settings have another revision than expected
+    ├── JobRunning           409  /problems/job-running           another job is running
+    ├── ArmExists            409  /problems/arm-exists            the catalogue has an arm with this id
     ├── VersionConflict      409  /problems/version-conflict      the arm has another version than was expected
-    ├── CatalogueFull        409  /problems/catalogue-full        the catalogue has as many arms as it may
-    ├── FusionUnavailable    409  /problems/fusion-unavailable    no warm starts here, by the preset or by a setting
-    ├── PreconditionFailed   412  /problems/precondition-failed   there is what If-None-Match says must not be
-    ├── BodyTooLarge         413  /problems/body-too-large        more bytes than the service reads
-    ├── UnsupportedMedia     415  /problems/unsupported-media     the body is not declared as JSON
-    ├── WrongHost            421  /problems/wrong-host            the Host header names somebody else
-    ├── RateLimited          429  /problems/rate-limited          more requests than allowed; come back later
-    ├── Overloaded           503  /problems/overloaded            come back after `retry_after_s`
-    ├── VersionNotReached    503  /problems/version-not-reached   the epoch asked for is not served yet
-    └── Unavailable          503  /problems/unavailable           come back after `retry_after_s`
+    ├── CatalogueFull        409  /problems/catalogue-full        the catalogue has the maximum number of arms
+    ├── FusionUnavailable    409  /problems/fusion-unavailable    warm starts are off, or the learner has none
+    ├── PreconditionFailed   412  /problems/precondition-failed   If-None-Match is `*` and the arm exists
+    ├── BodyTooLarge         413  /problems/body-too-large        the body is too large
+    ├── UnsupportedMedia     415  /problems/unsupported-media     the Content-Type is not accepted
+    ├── WrongHost            421  /problems/wrong-host            the Host header names another host
+    ├── RateLimited          429  /problems/rate-limited          more requests than allowed; retry later
+    ├── Overloaded           503  /problems/overloaded            too much work is waiting; retry later
+    ├── VersionNotReached    503  /problems/version-not-reached   the requested epoch is not served yet
+    └── Unavailable          503  /problems/unavailable           a dependency does not answer; retry later
 
-`service.problems` turns these into problem documents, and does the same for the errors of the store.
+`metaban.service.http.problems` turns these, and errors of the store, into problem documents.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, final
 
-#: Where in the request: names of members and places in lists, such as ("arms", 3, "features", 1).
+#: A place in a request: names of members and indices of lists, such as ("arms", 3, "features", 1).
 FieldPath: TypeAlias = Sequence[str | int]
 
-#: A client that is turned away without a better guess comes back after this long.
+#: Retry-After when there is no better estimate.
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
 def format_field(path: FieldPath) -> str:
-    """A path as a client would write it: `arms[3].features[1]`; a name that is empty is `[""]`."""
+    """A path as text: `arms[3].features[1]`; an empty name is `[""]`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -60,14 +61,14 @@ def format_field(path: FieldPath) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """One thing wrong with one field; the empty path is the whole body."""
+    """What is wrong with one field; an empty `field` means the whole body."""
 
     field: str
     detail: str
 
 
 class ServiceError(Exception):
-    """Anything with an answer of its own; `detail` is shown to the client."""
+    """Base of errors with a response of their own; `detail` is sent to the client."""
 
     status: ClassVar[int] = 500
     slug: ClassVar[str] = "internal"
@@ -82,7 +83,7 @@ class ServiceError(Exception):
 
 @final
 class InvalidInput(ServiceError):
-    """One field of the request cannot be used."""
+    """A field of the request is invalid."""
 
     status = 422
     slug = "invalid-input"
@@ -93,7 +94,7 @@ class InvalidInput(ServiceError):
 
     @classmethod
     def of(cls, errors: Sequence[FieldError]) -> InvalidInput:
-        """Several fields at once; `errors` is not empty."""
+        """The error of several fields; `errors` is not empty."""
         error = cls((), "")
         error._describe(errors)
         return error
@@ -117,7 +118,7 @@ class MalformedBody(ServiceError):
 
 @final
 class Unauthorized(ServiceError):
-    """No key, or one that is not ours."""
+    """The key is missing or unknown."""
 
     status = 401
     slug = "unauthorized"
@@ -126,7 +127,7 @@ class Unauthorized(ServiceError):
 
 @final
 class Forbidden(ServiceError):
-    """A key that is ours, for something it may not do."""
+    """The key does not allow this call."""
 
     status = 403
     slug = "forbidden"
@@ -135,7 +136,7 @@ class Forbidden(ServiceError):
 
 @final
 class NotFound(ServiceError):
-    """What the path names is not here."""
+    """What the path names does not exist."""
 
     status = 404
     slug = "not-found"
@@ -144,7 +145,7 @@ class NotFound(ServiceError):
 
 @final
 class UnknownDecision(ServiceError):
-    """No such decision, or it is not kept any more."""
+    """The decision does not exist, or is no longer kept."""
 
     status = 404
     slug = "unknown-decision"
@@ -156,7 +157,7 @@ class UnknownDecision(ServiceError):
 
 @final
 class BodyTimeout(ServiceError):
-    """The client stopped sending."""
+    """The body did not arrive in time."""
 
     status = 408
     slug = "body-timeout"
@@ -165,7 +166,7 @@ class BodyTimeout(ServiceError):
 
 @final
 class DecisionConflict(ServiceError):
-    """The decision_id was used before by a request with another body."""
+    """The decision_id was used by a request with another body."""
 
     status = 409
     slug = "decision-conflict"
@@ -177,11 +178,11 @@ class DecisionConflict(ServiceError):
 
 @final
 class UserReset(ServiceError):
-    """The user was forgotten or restored since the decision: its rewards have no effect any more."""
+    """The user was forgotten or restored since the decision: its rewards have no effect."""
 
     status = 409
     slug = "user-reset"
-    title = "User began anew"
+    title = "User was reset"
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, errors=[FieldError("decision_id", detail)])
@@ -189,7 +190,7 @@ class UserReset(ServiceError):
 
 @final
 class NotActivated(ServiceError):
-    """The decision is deferred and was not activated yet: the reward can be sent again once it is."""
+    """The decision is deferred and not activated yet: activate it, then send the reward again."""
 
     status = 409
     slug = "not-activated"
@@ -200,8 +201,20 @@ class NotActivated(ServiceError):
 
 
 @final
+class TooManyRewards(ServiceError):
+    """The arm has the most rewards with event ids of their own that a decision takes: add them up before sending."""
+
+    status = 409
+    slug = "too-many-rewards"
+    title = "Too many rewards"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, errors=[FieldError("decision_id", detail)])
+
+
+@final
 class NotReplayable(ServiceError):
-    """The dead letter is no reward event, or its event was accepted again since."""
+    """The dead letter is not a reward, or its event was accepted again since."""
 
     status = 409
     slug = "not-replayable"
@@ -219,7 +232,7 @@ class NamespaceExists(ServiceError):
 
 @final
 class SettingsChanged(ServiceError):
-    """Somebody else changed the settings first."""
+    """The settings were changed by another request."""
 
     status = 409
     slug = "settings-changed"
@@ -228,7 +241,7 @@ class SettingsChanged(ServiceError):
 
 @final
 class JobRunning(ServiceError):
-    """One job at a time, and one is under way."""
+    """Another job is running; jobs run one at a time."""
 
     status = 409
     slug = "job-running"
@@ -237,7 +250,7 @@ class JobRunning(ServiceError):
 
 @final
 class ArmExists(ServiceError):
-    """The catalogue has an arm of this id already."""
+    """The catalogue has an arm with this id."""
 
     status = 409
     slug = "arm-exists"
@@ -258,7 +271,7 @@ class VersionConflict(ServiceError):
 
 @final
 class CatalogueFull(ServiceError):
-    """The catalogue has as many arms as it may."""
+    """The catalogue has the maximum number of arms."""
 
     status = 409
     slug = "catalogue-full"
@@ -267,7 +280,7 @@ class CatalogueFull(ServiceError):
 
 @final
 class FusionUnavailable(ServiceError):
-    """The learner of the namespace takes no warm starts, or they are switched off."""
+    """The learner of the namespace does not support warm starts, or they are off."""
 
     status = 409
     slug = "fusion-unavailable"
@@ -276,7 +289,7 @@ class FusionUnavailable(ServiceError):
 
 @final
 class PreconditionFailed(ServiceError):
-    """There is an arm of this id, and `If-None-Match` says that there must be none."""
+    """The arm exists, and `If-None-Match` requires that it does not."""
 
     status = 412
     slug = "precondition-failed"
@@ -285,7 +298,7 @@ class PreconditionFailed(ServiceError):
 
 @final
 class BodyTooLarge(ServiceError):
-    """The body is longer than the service reads."""
+    """The body is too large."""
 
     status = 413
     slug = "body-too-large"
@@ -294,7 +307,7 @@ class BodyTooLarge(ServiceError):
 
 @final
 class UnsupportedMedia(ServiceError):
-    """The body is declared as something that is not read here."""
+    """The Content-Type or Content-Encoding of the body is not accepted."""
 
     status = 415
     slug = "unsupported-media"
@@ -303,7 +316,7 @@ class UnsupportedMedia(ServiceError):
 
 @final
 class WrongHost(ServiceError):
-    """The request was meant for somebody else."""
+    """The Host header names another host."""
 
     status = 421
     slug = "wrong-host"
@@ -312,7 +325,7 @@ class WrongHost(ServiceError):
 
 @final
 class RateLimited(ServiceError):
-    """More requests than one sender may send."""
+    """The client exceeded its rate limit."""
 
     status = 429
     slug = "rate-limited"
@@ -324,7 +337,7 @@ class RateLimited(ServiceError):
 
 @final
 class Overloaded(ServiceError):
-    """More work waits than can be done in time."""
+    """Too much work is waiting."""
 
     status = 503
     slug = "overloaded"
@@ -336,7 +349,7 @@ class Overloaded(ServiceError):
 
 @final
 class VersionNotReached(ServiceError):
-    """The answer was to come from an epoch that is not served yet."""
+    """The requested epoch is not served yet."""
 
     status = 503
     slug = "version-not-reached"
@@ -348,7 +361,7 @@ class VersionNotReached(ServiceError):
 
 @final
 class Unavailable(ServiceError):
-    """Something the service needs does not answer."""
+    """A dependency, such as the store, does not answer."""
 
     status = 503
     slug = "unavailable"

@@ -1,1 +1,1 @@
-"""Everything that knows Redis: keys, records, streams, scripts and the embedded server."""
+"""Everything that knows Redis: keys, records, streams, scripts and the private Valkey server."""

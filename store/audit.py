@@ -1,4 +1,4 @@
-"""What admins did: one line each in a capped stream, without secrets."""
+"""Audit log: one line for each admin request, in a capped stream, without secrets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from store.connection import Store, as_text, command, parse_entries
-from store.errors import CorruptRecord, StoreReset
-from store.keys import NamespaceKeys
-from store.scripts import load_script
+from metaban.store.client.connection import Store, as_text, command, parse_entries
+from metaban.store.client.scripts import load_script
+from metaban.store.errors import CorruptRecord, StoreReset
+from metaban.store.keys import NamespaceKeys
 
-#: Lines kept, at least; older ones go.
+#: Least number of lines kept; older ones are deleted.
 AUDIT_CAP: Final = 10_000
 CURSOR: Final = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)
 UINT64_MAX: Final = 2**64 - 1
@@ -20,12 +20,12 @@ UINT64_MAX: Final = 2**64 - 1
 
 @final
 @dataclass(frozen=True, slots=True)
-class AuditLine:
-    """One thing done; `cursor` is its place in the log, and begins with the time in milliseconds."""
+class AuditRecord:
+    """One admin request; `cursor` is its place in the log and begins with the time in milliseconds."""
 
-    actor: str  # the first digits of the digest of the key; empty where no keys are set
+    actor: str  # first digits of the digest of the key; empty if no keys are set
     action: str  # method and route, such as PATCH /admin/config
-    target: str  # what the path named
+    target: str  # resource named in the path
     request_id: str
     detail: dict[str, Any]
     cursor: str = ""
@@ -35,38 +35,38 @@ class AuditLine:
         return int(self.cursor.partition("-")[0])
 
     @staticmethod
-    def decode(cursor: str, fields: dict[bytes, bytes]) -> AuditLine:
+    def decode(cursor: str, fields: dict[bytes, bytes]) -> AuditRecord:
         try:
             detail = json.loads(fields[b"d"])
             actor, action, target, request_id = (as_text(fields[name]) for name in (b"a", b"m", b"p", b"r"))
-            return AuditLine(actor, action, target, request_id, dict(detail), cursor)
+            return AuditRecord(actor, action, target, request_id, dict(detail), cursor)
         except (KeyError, ValueError, TypeError) as error:
-            raise CorruptRecord(f"not a line of the audit log: {error!r}") from error
+            raise CorruptRecord(f"not a line of the audit log: {type(error).__name__}") from error
 
 
 @final
 class AuditLog:
     """The audit log of one namespace."""
 
-    def __init__(self, redis: Store, keys: NamespaceKeys, store_epoch: str) -> None:
+    def __init__(self, redis: Store, keys: NamespaceKeys, store_id: str) -> None:
         self._redis = redis
         self._keys = keys
-        self._store_epoch = store_epoch
+        self._store_id = store_id
         self._add = load_script(redis, "audit")
 
-    async def add(self, line: AuditLine) -> None:
-        """Write a line; the store says when it was. StoreReset when the namespace is gone."""
+    async def add(self, line: AuditRecord) -> None:
+        """Write a line with the time of the store. StoreReset if the namespace is gone."""
         detail = json.dumps(line.detail, separators=(",", ":"), allow_nan=False)
         fields = ("a", line.actor, "m", line.action, "p", line.target, "r", line.request_id, "d", detail)
-        written = await self._add.call([self._keys.record, self._keys.audit], [self._store_epoch, AUDIT_CAP, *fields])
+        written = await self._add.call([self._keys.record, self._keys.audit], [self._store_id, AUDIT_CAP, *fields])
         if written is None:
-            raise StoreReset(f"namespace {self._keys.namespace} was deleted, or vanished with its store")
+            raise StoreReset(f"namespace {self._keys.namespace} was deleted or belongs to another store")
 
-    async def newest(self, count: int, *, before: str | None = None) -> list[AuditLine]:
-        """Lines from the newest on, those before a cursor; ValueError for a cursor that no line has."""
+    async def newest(self, count: int, *, before: str | None = None) -> list[AuditRecord]:
+        """Newest lines, or those before a cursor; ValueError for an invalid cursor."""
         start = "+" if before is None else f"({_checked(before)}"
         rows = await command(self._redis, "XREVRANGE", self._keys.audit, start, "-", "COUNT", count)
-        return [AuditLine.decode(cursor, fields) for cursor, fields in parse_entries(rows)]
+        return [AuditRecord.decode(cursor, fields) for cursor, fields in parse_entries(rows)]
 
 
 def _checked(cursor: str) -> str:

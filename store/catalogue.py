@@ -1,8 +1,8 @@
-"""The catalogue: arms that a namespace knows, so that requests need not bring them.
+"""The catalogue: stored arms of a namespace, so that requests need not send them.
 
-Every change makes a revision. Whoever has the arms of one asks for what changed since; removed arms leave tombstones
-for that, of which the latest are kept: a reader from before is told to begin anew. A store that comes back without its
-latest writes gives a revision twice, and the stamp tells the two apart.
+Every change makes a revision. A reader asks for the changes since its revision. Removed arms leave tombstones for
+that; only the latest are kept, and a reader older than those reads everything again. A store that lost its latest
+writes assigns a revision twice; the stamps of the two differ.
 """
 
 from __future__ import annotations
@@ -14,56 +14,62 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
-from store.connection import Argument, Store, as_bytes, as_int, as_text, command
-from store.errors import ArmConflict, CatalogueFull, CorruptRecord, StoreReset, StoreUnavailable
-from store.keys import NamespaceKeys
-from store.scripts import load_script
+from metaban.store.client.connection import Store, as_bytes, as_int, as_text, command
+from metaban.store.client.node import Argument
+from metaban.store.client.scripts import load_script
+from metaban.store.errors import ArmConflict, ArmLimitExceeded, CorruptRecord, StoreReset, StoreUnavailable
+from metaban.store.keys import NamespaceKeys
 
-#: Arms changed by one script, which is one revision.
+#: Most arms changed by one script call, which makes one revision.
 BATCH_ARMS: Final = 500
-#: Features sent in one batch or told in one page, unless those of a single arm are longer.
+
+#: Bytes of features in one batch or page, unless those of a single arm are longer.
 BATCH_BYTES: Final = 1_048_576
-#: Tombstones kept, more than one batch leaves.
+
+#: Tombstones kept; more than one batch can leave.
 TOMBSTONES_KEPT: Final = 2_000
-#: Revisions whose stamps are kept: a reader from before them begins anew.
+
+#: Revisions whose stamps are kept; an older reader reads everything again.
 STAMPS_KEPT: Final = 10_000
-#: A reader that is overtaken by so many changes more often than this gives up.
+
+#: Most restarts of a reader that changes overtake.
 MAX_RESTARTS: Final = 8
-#: Ids read in one go where all of them are looked through.
+
+#: Ids read at a time when all are visited.
 IDS_READ: Final = 5_000
 
-#: What a client says of an arm: plain numbers, or an object of named values.
+#: Features of an arm: a list of numbers, or an object of named values.
 ArmFeatures: TypeAlias = list[float] | dict[str, float | str | bool]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Arm:
+class CatalogueArm:
     """One arm of the catalogue."""
 
     id: str
     features: ArmFeatures
-    version: int  # 1 at first, grows with every change, also when it is removed and written again
+    version: int  # from 1, grows with every change, also over a removal
     updated_ms: int
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ArmPage:
-    """Some arms in the order of their ids, and where to go on; no cursor when these were the last."""
+    """Arms in the order of their ids, and the cursor of the next page; None if these were the last."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[CatalogueArm, ...]
     cursor: str | None
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ArmWrite:
-    """A change of one arm: its features from now on, or its removal when there are none."""
+    """Change of one arm: new features, or removal if they are empty."""
 
     id: str
     features: bytes
-    expected: int | None = None  # the version it must have, 0 for an arm that must not be there
+    expected: int | None = None  # version that it must have; 0: it must not exist
 
     @staticmethod
     def put(arm_id: str, features: ArmFeatures, *, expected: int | None = None) -> ArmWrite:
@@ -78,8 +84,10 @@ class ArmWrite:
 @final
 @dataclass(frozen=True, slots=True)
 class ArmOutcome:
-    """The version of an arm before a change, 0 when there was none, and after it, of a removed one that of its
-    tombstone; the same when nothing changed."""
+    """Versions of an arm before a change (0: it did not exist) and after it (of its tombstone if removed).
+
+    They are equal if nothing changed.
+    """
 
     before: int
     version: int
@@ -91,8 +99,8 @@ class ArmOutcome:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """One state of the catalogue; no other has both numbers."""
+class CatalogueRevision:
+    """Identifies one state of the catalogue."""
 
     revision: int = 0
     stamp: str = ""
@@ -101,34 +109,36 @@ class Standing:
 @final
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a reader has to do to be up to date: to every id its encoded features, None for an arm that is gone.
+    """Changes for a reader: encoded features by arm id, None for a removed arm.
 
-    With `anew` these are all arms there are, and what the reader has is to be forgotten.
+    With `anew` these are all arms of the catalogue, and replace what the reader has.
     """
 
     arms: dict[str, bytes | None]
-    standing: Standing
+    standing: CatalogueRevision
     anew: bool
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _ChangesPage:
+class ChangesPage:
+    """One page of the changes since a revision."""
+
     arms: dict[str, bytes | None]
-    standing: Standing  # of the store, when it was asked
-    after: int  # the revision to go on after
+    standing: CatalogueRevision  # of the store, when the page was read
+    after: int  # revision after which the next page begins
     more: bool
 
 
 @final
 class CatalogueStore:
-    """The catalogue of one namespace."""
+    """Catalogue of one namespace."""
 
     def __init__(
         self,
         redis: Store,
         keys: NamespaceKeys,
-        store_epoch: str,
+        store_id: str,
         *,
         arms_max: int,
         tombstones_kept: int = TOMBSTONES_KEPT,
@@ -136,7 +146,7 @@ class CatalogueStore:
     ) -> None:
         self._redis = redis
         self._keys = keys
-        self._store_epoch = store_epoch
+        self._store_id = store_id
         self.arms_max = arms_max
         self._tombstones_kept = tombstones_kept
         self._stamps_kept = stamps_kept
@@ -145,17 +155,17 @@ class CatalogueStore:
         self._range = load_script(redis, "arm_range")
 
     async def change(self, writes: Sequence[ArmWrite], *, now_ms: int, arms_max: int | None = None) -> list[ArmOutcome]:
-        """Change arms of distinct ids, at most BATCH_ARMS, all of them or none.
+        """Change arms of distinct ids, at most BATCH_ARMS, all or none.
 
-        Raises CatalogueFull when there would be more arms than `arms_max`, and ArmConflict for the first arm that has
-        not the version it should. Features that are the same as before change nothing.
+        Raises CatalogueFull if there would be more arms than `arms_max`, and ArmConflict for the first arm that does
+        not have the expected version. Features equal to the stored ones change nothing.
         """
         if len(writes) > BATCH_ARMS or len({write.id for write in writes}) < len(writes):
-            raise ValueError(f"a batch has at most {BATCH_ARMS} arms, and each of them once")
+            raise ValueError(f"a batch must have at most {BATCH_ARMS} arms, each once")
         keys = self._keys
         limit = self.arms_max if arms_max is None else arms_max
         arguments: list[Argument] = [
-            self._store_epoch, secrets.token_hex(8), now_ms, limit, self._tombstones_kept, self._stamps_kept
+            self._store_id, secrets.token_hex(8), now_ms, limit, self._tombstones_kept, self._stamps_kept
         ]  # fmt: skip
         for write in writes:
             arguments += [write.id, "" if write.expected is None else write.expected, write.features]
@@ -169,75 +179,76 @@ class CatalogueStore:
         if status == b"version":
             raise ArmConflict(writes[as_int(rest[0])].id, as_int(rest[1]))
         if status == b"full":
-            raise CatalogueFull(f"the catalogue has {as_int(rest[0])} arms and may have {limit}")
+            raise ArmLimitExceeded(f"the catalogue has {as_int(rest[0])} arms, and its limit is {limit}")
         if status == b"corrupt":
             raise CorruptRecord("an arm of the catalogue has no version")
         self._check(status)
         numbers = [as_int(number) for number in rest]
         return [ArmOutcome(before, now) for before, now in zip(numbers[0::2], numbers[1::2], strict=True)]
 
-    async def standing(self) -> Standing:
-        """The latest revision; cheap."""
+    async def standing(self) -> CatalogueRevision:
+        """Latest state; cheap."""
         revision, stamp = await command(self._redis, "HMGET", self._keys.catalogue, "revision", "stamp")
-        return Standing(as_int(revision, absent=0), as_text(stamp or b""))
+        return CatalogueRevision(as_int(revision, absent=0), as_text(stamp or b""))
 
-    async def changes_since(self, standing: Standing) -> Changes:
-        """What changed since a reader was at `standing`, removals included; the empty one is that of a new reader."""
+    async def changes_since(self, standing: CatalogueRevision) -> Changes:
+        """Changes since `standing`, including removals; a new reader passes the empty `CatalogueRevision()`."""
         for _ in range(MAX_RESTARTS):
             changes = await self._walk(standing)
             if changes is not None:
                 return changes
-            standing = Standing()
+            standing = CatalogueRevision()
         raise StoreUnavailable("the catalogue changes faster than it can be read")
 
-    async def _walk(self, standing: Standing) -> Changes | None:
-        """All pages after a standing; None when it is not in the history, or removals since then are not."""
+    async def _walk(self, standing: CatalogueRevision) -> Changes | None:
+        """All changes after a state; None if the state or the removals since then are no longer known."""
         arms: dict[str, bytes | None] = {}
         anchor, after = standing, standing.revision
         while True:
-            page = await self._changes_page(anchor, after)
+            page = await self.changes_page(anchor, after)
             if page is None:
                 return None
             arms |= page.arms
             if not page.more:
-                return Changes(arms, page.standing, anew=standing == Standing())
-            if anchor == Standing():
-                # Whatever was removed before is of no concern to who had nothing.
+                return Changes(arms, page.standing, anew=standing == CatalogueRevision())
+            if anchor == CatalogueRevision():
+                # A new reader does not need earlier removals.
                 anchor = page.standing
             after = page.after
 
-    async def _changes_page(self, anchor: Standing, after: int) -> _ChangesPage | None:
+    async def changes_page(self, anchor: CatalogueRevision, after: int) -> ChangesPage | None:
+        """Changes after a revision; None if the anchor, or the removals since, are no longer known."""
         keys = self._keys
         status, *rest = await self._changes.call(
             [keys.record, keys.catalogue, keys.catalogue_log, keys.arms, keys.arm_changes],
-            [self._store_epoch, anchor.revision, anchor.stamp, after, BATCH_ARMS + 1, BATCH_BYTES],
+            [self._store_id, anchor.revision, anchor.stamp, after, BATCH_ARMS + 1, BATCH_BYTES],
         )
         if status == b"anew":
             return None
         self._check(status)
         revision, stamp, reached, more, *rows = rest
         arms = {as_text(arm): as_bytes(blob) or None for arm, blob in zip(rows[0::2], rows[1::2], strict=True)}
-        page = _ChangesPage(arms, Standing(as_int(revision), as_text(stamp)), as_int(reached), bool(more))
+        page = ChangesPage(arms, CatalogueRevision(as_int(revision), as_text(stamp)), as_int(reached), bool(more))
         if page.more and page.after == after:
             raise CorruptRecord("a revision of the catalogue has more arms than one can change")
         return page
 
     async def page(self, *, limit: int, cursor: str | None = None) -> ArmPage:
-        """Arms in the order of their ids, after `cursor`; fewer than `limit` when they are large."""
+        """Arms in the order of their ids, after `cursor`; fewer than `limit` if they are large."""
         more, arms = await self._between("-" if cursor is None else f"({cursor}", "+", limit)
         return ArmPage(arms, arms[-1].id if more else None)
 
-    async def get(self, arm_id: str) -> Arm | None:
+    async def get(self, arm_id: str) -> CatalogueArm | None:
         """One arm."""
         _, arms = await self._between(f"[{arm_id}", f"[{arm_id}", 1)
         return arms[0] if arms else None
 
     async def count(self) -> int:
-        """How many arms there are."""
+        """Number of arms."""
         return as_int(await command(self._redis, "HLEN", self._keys.arms))
 
     async def ids(self) -> list[str]:
-        """The ids of all arms, in order; arms that come or go meanwhile may be among them or not."""
+        """Ids of all arms, in order; those added or removed meanwhile may be missing."""
         found: list[str] = []
         while True:
             start = f"({found[-1]}" if found else "-"
@@ -248,7 +259,7 @@ class CatalogueStore:
             if len(reply) < IDS_READ:
                 return found
 
-    async def _between(self, first: str, last: str, limit: int) -> tuple[bool, tuple[Arm, ...]]:
+    async def _between(self, first: str, last: str, limit: int) -> tuple[bool, tuple[CatalogueArm, ...]]:
         keys = self._keys
         more, *rows = await self._range.call(
             [keys.arms, keys.arm_versions, keys.arm_order], [first, last, limit, BATCH_BYTES]
@@ -259,11 +270,11 @@ class CatalogueStore:
 
     def _check(self, status: bytes) -> None:
         if status != b"ok":
-            raise StoreReset(f"the record of namespace {self._keys.namespace} vanished or is of another store")
+            raise StoreReset(f"namespace {self._keys.namespace} was deleted or belongs to another store")
 
 
 def in_batches(writes: Iterable[ArmWrite]) -> Iterator[list[ArmWrite]]:
-    """Changes in as few batches as their numbers and sizes allow."""
+    """Split changes into batches by number and size."""
     batch: list[ArmWrite] = []
     size = 0
     for write in writes:
@@ -277,7 +288,7 @@ def in_batches(writes: Iterable[ArmWrite]) -> Iterator[list[ArmWrite]]:
 
 
 def decode_features(blob: bytes) -> ArmFeatures:
-    """The features of an arm as they are stored; anything else is a CorruptRecord."""
+    """Decode the stored features of an arm; CorruptRecord if they are invalid."""
     try:
         features = json.loads(blob)
         if not features or not isinstance(features, list | dict):
@@ -293,6 +304,6 @@ def decode_features(blob: bytes) -> ArmFeatures:
     return features
 
 
-def _decode_arm(arm_id: Any, line: Any, features: Any) -> Arm:
+def _decode_arm(arm_id: Any, line: Any, features: Any) -> CatalogueArm:
     version, _, updated = as_text(line).partition(":")
-    return Arm(as_text(arm_id), decode_features(as_bytes(features)), as_int(version), as_int(updated))
+    return CatalogueArm(as_text(arm_id), decode_features(as_bytes(features)), as_int(version), as_int(updated))

@@ -1,7 +1,7 @@
-"""Arrays to bytes and back. Never pickle: reading a record must not be able to run it.
+"""Encoding of arrays and samples. Never pickle: reading a record must not be able to run code.
 
-Tensors are safetensors with a `format` entry in their metadata; samples, which are many and small, are a
-fixed little-endian header followed by the arm id and the raw float32 features.
+Tensors are safetensors with a `format` entry in the metadata. Samples are many and small: a fixed little-endian header,
+the arm id and the raw float32 features.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,13 +19,15 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from store.errors import CorruptRecord
-from store.reward_range import RewardRange
+from metaban.store.errors import CorruptRecord
+from metaban.store.reward_rules import RewardRange
 
-#: Written into every record of tensors; raised when their meaning changes.
+#: Format of records of tensors; raised when their meaning changes.
 FORMAT: Final = "metaban/1"
+
 FORMAT_ENTRY: Final = "format"
-#: What records may hold, by safetensors' names.
+
+#: Allowed dtypes, by their safetensors names.
 DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -39,46 +42,61 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "U64": np.dtype("<u8"),
     "BOOL": np.dtype("?"),
 }
-#: Written today, what is written of a reward whose range is not known, and what was written before samples had a key.
+
+#: Format of a sample with several rewards, with one, with one of an unknown range, and old format without a key.
+REPEATED_FORMAT: Final = 4
+
 SAMPLE_FORMAT: Final = 3
+
 RANGELESS_FORMAT: Final = 2
+
 KEYLESS_FORMAT: Final = 1
-#: By format: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch,
-#: received_ms; then key and by_default; then the least and the greatest reward of the range.
+
+#: Fields by format: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch,
+#: received_ms; then key and by_default; then the limits of the reward range; then first and total of earlier rewards.
 SAMPLE_HEADERS: Final[Mapping[int, struct.Struct]] = {
     KEYLESS_FORMAT: struct.Struct("<BHIIddqq"),
     RANGELESS_FORMAT: struct.Struct("<BHIIddqqQ?"),
     SAMPLE_FORMAT: struct.Struct("<BHIIddqqQ?dd"),
+    REPEATED_FORMAT: struct.Struct("<BHIIddqqQ?dddd"),
 }
-#: Of a sample that is never taken together with another.
+
+#: Key of a sample that is never combined with another.
 NO_KEY: Final = 0
+
 FLOAT32: Final = np.dtype("<f4")
-#: The library leaves its reader untyped: name, then dtype, shape and data of each tensor.
+
+#: Untyped in the library: name, then dtype, shape and data of each tensor.
 _deserialize = cast(Callable[[bytes], list[tuple[str, dict[str, Any]]]], deserialize)
 
 
-def nothing_noted() -> np.ndarray:
-    """φ of a learner that notes nothing when it decides."""
+def empty_phi() -> np.ndarray:
+    """φ of a learner that records none at decision time."""
     return np.empty(0, dtype=FLOAT32)
 
 
 def encode_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Named arrays and text entries as one safetensors record."""
+    """Encode named arrays and text entries as one safetensors record."""
     if FORMAT_ENTRY in metadata:
-        raise ValueError(f"the metadata entry {FORMAT_ENTRY!r} is the codec's own")
+        raise ValueError(f"the metadata entry {FORMAT_ENTRY!r} is reserved")
     if "__metadata__" in tensors:
-        raise ValueError("a tensor cannot be called __metadata__")
+        raise ValueError("a tensor cannot be named __metadata__")
     arrays = {}
     for name, tensor in tensors.items():
         if tensor.dtype.newbyteorder("<") not in DTYPES.values():
-            raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, which records cannot hold")
-        # safetensors writes memory as it lies, so strided views must be laid out first
+            raise ValueError(f"tensor {name!r} has the unsupported dtype {tensor.dtype}")
+        # safetensors writes the underlying memory, so strided views are copied first
         arrays[name] = np.asarray(tensor, order="C")
     return save(arrays, metadata={**metadata, FORMAT_ENTRY: FORMAT})
 
 
+def now_ms() -> int:
+    """The wall clock in the unit of stored times: milliseconds since 1970."""
+    return int(time.time() * 1_000)
+
+
 def decode_tensors(blob: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays (writable) and text entries of `encode_tensors`; anything else is a CorruptRecord."""
+    """Decode `encode_tensors` to writable arrays and text entries. Raises CorruptRecord for anything else."""
     try:
         metadata = _metadata(blob)
         if metadata.pop(FORMAT_ENTRY, None) != FORMAT:
@@ -93,36 +111,50 @@ def decode_tensors(blob: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _metadata(blob: bytes) -> dict[str, str]:
-    """The text entries of the safetensors header, which its numpy reader does not hand out."""
+    """Text entries of the safetensors header, which the library's numpy reader does not return."""
     size = int.from_bytes(blob[:8], "little")
     if len(blob) < 8 or size > len(blob) - 8:
         raise CorruptRecord("a record of tensors is cut short")
     header = json.loads(blob[8 : 8 + size])
     entries = header.get("__metadata__") if isinstance(header, dict) else None
-    if not isinstance(entries, dict) or not all(isinstance(text, str) for text in entries.values()):
+    if not isinstance(entries, dict):
         raise CorruptRecord("a record of tensors has no metadata")
+    for text in entries.values():
+        if not isinstance(text, str):
+            raise CorruptRecord("a record of tensors has metadata that is not text")
     return entries
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EarlierRewards:
+    """What is kept of the rewards of a sample before the latest: enough for every rule for repeated rewards."""
+
+    first: float  # scaled to 0..1
+    total: float  # sum of the rewards as sent, without the latest
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What the log of a user keeps of one applied event."""
+    """What is kept to learn from one arm of one decision."""
 
     features: np.ndarray  # float32 [d]
-    reward: float  # as learners see it, from 0 to 1
+    reward: float  # the latest, scaled to 0..1
     propensity: float
     epoch: int
-    received_ms: int
+    received_ms: int  # when the latest reward came
     arm_id: str
-    #: φ, float32 [q]: what the learner noted of the arm when it decided; made later, it would know the reward.
-    phi: np.ndarray = field(default_factory=nothing_noted)
-    #: The same in all samples of one arm of one decision; see `sample_key`.
+    #: φ, float32 [q]: the learner's features of the arm at decision time; computed later, they could leak the reward.
+    phi: np.ndarray = field(default_factory=empty_phi)
+    #: Identifies the decision and arm, see `sample_key`.
     key: int = NO_KEY
-    #: No reward came in time: the reward is the default one, and counts only while there is no other of its key.
+    #: A default reward, since none came in time; it counts only until another reward comes.
     by_default: bool = False
-    #: What the reward was sent in; None: not known, it was written before that was noted.
+    #: Range that the reward was sent in; None in old samples.
     reward_range: RewardRange | None = None
+    #: None while there is one reward.
+    earlier: EarlierRewards | None = None
 
     def encode(self) -> bytes:
         arm = self.arm_id.encode()
@@ -130,8 +162,13 @@ class Sample:
         phi = np.ascontiguousarray(self.phi, dtype=FLOAT32)
         if features.ndim != 1 or phi.ndim != 1:
             raise ValueError(f"features and φ must be vectors, not of shapes {features.shape} and {phi.shape}")
-        sent_in = self.reward_range
-        form = RANGELESS_FORMAT if sent_in is None else SAMPLE_FORMAT
+        sent_in, earlier = self.reward_range, self.earlier
+        if sent_in is None:
+            if earlier is not None:
+                raise ValueError("a sample with several rewards needs the range of the latest")
+            form = RANGELESS_FORMAT
+        else:
+            form = SAMPLE_FORMAT if earlier is None else REPEATED_FORMAT
         header = SAMPLE_HEADERS[form].pack(
             form,
             len(arm),
@@ -144,6 +181,7 @@ class Sample:
             self.key,
             self.by_default,
             *(() if sent_in is None else (sent_in.least, sent_in.greatest)),
+            *(() if earlier is None else (earlier.first, earlier.total)),
         )
         return header + arm + features.tobytes() + phi.tobytes()
 
@@ -163,23 +201,23 @@ class Sample:
             numbers[d:],
             key,
             by_default,
-            _reward_range(header),
+            *_rewards(header),
         )
 
 
 def sample_key(decision_id: str, arm_id: str) -> int:
-    """What tells the samples of one arm of one decision from all others of a user."""
+    """Key of the sample of one arm of one decision; no other sample of a user has it."""
     joined = f"{len(decision_id)}:{decision_id}:{arm_id}".encode()
     return int.from_bytes(blake2b(joined, digest_size=8).digest(), "little") or 1
 
 
 def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
-    """Read many samples as `Sample.decode` would, and have their numbers finite; what lengths features and φ have."""
+    """Check many samples as `Sample.decode` does; returns the sizes of features and φ that occur."""
     sizes = set()
     numbers = []
     for blob in blobs:
         header, _, start = _sample_header(blob)
-        _reward_range(header)
+        _rewards(header)
         sizes.add((header[2], header[3]))
         numbers.append(blob[start:])
     if not np.isfinite(np.frombuffer(b"".join(numbers), dtype=FLOAT32)).all():
@@ -188,8 +226,7 @@ def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
 
 
 def _sample_header(blob: bytes) -> tuple[tuple[Any, ...], bytes, int]:
-    """What stands before the arm id, the arm id, and where the numbers begin, if all of the sample is there and its
-    own numbers make sense."""
+    """Header fields, arm id and offset of the features; CorruptRecord if the sample is incomplete or invalid."""
     layout = SAMPLE_HEADERS.get(blob[0]) if blob else None
     if blob and layout is None:
         raise CorruptRecord(f"a sample has the unknown format {blob[0]}")
@@ -201,20 +238,23 @@ def _sample_header(blob: bytes) -> tuple[tuple[Any, ...], bytes, int]:
     if len(blob) != start + (d + q) * FLOAT32.itemsize:
         raise CorruptRecord("a sample has the wrong length")
     if not (math.isfinite(reward) and math.isfinite(propensity)):
-        raise CorruptRecord("a sample is not finite")
+        raise CorruptRecord("the reward or propensity of a sample is not finite")
     arm = blob[layout.size : start]
     try:
         arm.decode()
     except UnicodeDecodeError as error:
-        raise CorruptRecord("the arm id of a sample is not text") from error
+        raise CorruptRecord("the arm id of a sample is not UTF-8") from error
     return header, arm, start
 
 
-def _reward_range(header: tuple[Any, ...]) -> RewardRange | None:
-    """The range at the end of a sample's header, where its format has one."""
-    if header[0] != SAMPLE_FORMAT:
-        return None
+def _rewards(header: tuple[Any, ...]) -> tuple[RewardRange | None, EarlierRewards | None]:
+    """Reward range and earlier rewards of a sample's header; None where its format has none."""
+    least, greatest, *earlier = header[10:] or (None, None)
+    if least is None:
+        return None, None
+    if not all(map(math.isfinite, earlier)):
+        raise CorruptRecord("the earlier rewards of a sample are not finite")
     try:
-        return RewardRange(*header[-2:])
+        return RewardRange(least, greatest), EarlierRewards(*earlier) if earlier else None
     except ValueError as error:
-        raise CorruptRecord(f"the range of a sample makes no sense: {error}") from error
+        raise CorruptRecord(f"the reward range of a sample is invalid: {error}") from error

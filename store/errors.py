@@ -1,33 +1,31 @@
-"""What can go wrong in the store.
+"""Errors of the store.
 
     StoreError
     ├── StoreUnavailable     connection lost, timed out, loading, busy or memory full: try later (503)
     ├── BacklogFull          too many events wait to be learned: nothing was written (503 + Retry-After)
-    ├── NotReplicated        written, yet too few replicas confirmed it in time: send it again (503 + Retry-After)
-    ├── CorruptRecord        stored bytes are not what this version writes
-    ├── StoreReset           the store epoch vanished or differs: FLUSHALL, or another store at the same address
+    ├── NotReplicated        written, but too few replicas confirmed it in time: send it again (503 + Retry-After)
+    ├── CorruptRecord        stored bytes cannot be decoded
+    ├── StoreReset           the store id is missing or differs: FLUSHALL, or another store at the same address
     ├── FenceLost            an apply was refused and wrote nothing; `.reason` says which check failed
-    ├── NamespaceConflict    a namespace exists with other settings, or its record changed under us
-    ├── CatalogueFull        the catalogue would hold more arms than it may: nothing was written (409)
-    ├── ArmConflict          an arm has not the version that was expected: nothing was written (409)
+    ├── NamespaceConflict    a namespace exists with other settings, or its record was changed meanwhile
+    ├── ArmLimitExceeded     the catalogue would exceed its limit of arms: nothing was written (409)
+    ├── ArmConflict          an arm does not have the expected version: nothing was written (409)
     ├── SnapshotError        a snapshot cannot be taken, read or restored
-    └── EmbeddedServerError  the private server did not start or died
+    └── EmbeddedServerError  the private server did not start, or ended
 
-Errors of the driver never leave this package: `translate_errors` turns them into the above.
+`raise_translated` turns errors of the driver into these; driver errors never leave this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, TypeAlias, final
+from typing import Literal, NoReturn, TypeAlias, final
 
 import redis.exceptions as driver
 
-#: Why a write was refused: an entry is not pending for the consumer, a user moved on or began anew, another store.
-FenceReason: TypeAlias = Literal["not-pending", "version", "incarnation", "store-epoch", "overtaken"]
+#: Which check of a write failed. `overtaken`: a later refit or restore wrote there.
+FenceReason: TypeAlias = Literal["not-pending", "version", "incarnation", "store-id", "overtaken"]
 
-#: Error codes of the server that pass by themselves; the driver has no class for most of them.
+#: Error codes of temporary failures; the driver has no class for most of them.
 TRANSIENT_CODES = frozenset(
     {
         "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN",
@@ -35,23 +33,28 @@ TRANSIENT_CODES = frozenset(
     }
 )  # fmt: skip
 
+#: Errors of the driver and the system that mean: no answer.
+UNANSWERED = (driver.ConnectionError, driver.TimeoutError, driver.ClusterDownError, driver.InvalidResponse, OSError)
 
-#: What the driver calls on the writer of a connection.
+#: What precedes the arguments in the refusal of an unknown command.
+COMMAND_ARGUMENTS = ", with args beginning with"
+
+#: Methods that the driver calls on the writer of a connection.
 WRITER_CALLS = frozenset({"writelines", "write", "drain", "close", "wait_closed"})
 
 
 class StoreError(Exception):
-    """Anything the store could not do."""
+    """Base class of all errors of the store."""
 
 
 @final
 class StoreUnavailable(StoreError):
-    """The store does not answer now; the same call may succeed later."""
+    """The store does not answer; the same call may succeed later."""
 
 
 @final
 class BacklogFull(StoreError):
-    """The events waiting in a partition would exceed the limit; nothing was written there."""
+    """The backlog of a partition would exceed its limit; nothing was written there."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -60,22 +63,22 @@ class BacklogFull(StoreError):
 
 @final
 class NotReplicated(StoreError):
-    """Too few replicas confirmed a write in time. It may last or not; sent again, an event is a duplicate."""
+    """Too few replicas confirmed a write in time. It may be lost; an event sent again is answered `duplicate`."""
 
 
 @final
 class CorruptRecord(StoreError):
-    """Stored bytes do not decode as the record they should be."""
+    """Stored bytes cannot be decoded as the expected record."""
 
 
 @final
 class StoreReset(StoreError):
-    """The store lost or changed its epoch: what was read from it before no longer holds."""
+    """The store id is missing or differs: data read before is no longer valid."""
 
 
 @final
 class FenceLost(StoreError):
-    """A guarded write found the world changed and wrote nothing."""
+    """A fence did not hold, and the script wrote nothing."""
 
     def __init__(self, reason: FenceReason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -89,13 +92,13 @@ class NamespaceConflict(StoreError):
 
 
 @final
-class CatalogueFull(StoreError):
-    """The catalogue would hold more arms than it may; nothing was written."""
+class ArmLimitExceeded(StoreError):
+    """The catalogue would exceed its limit of arms; nothing was written."""
 
 
 @final
 class ArmConflict(StoreError):
-    """An arm has not the version that a change expects; nothing was written. 0: there is no such arm."""
+    """An arm does not have the version that a change expects; nothing was written. Version 0: no such arm."""
 
     def __init__(self, arm_id: str, version: int) -> None:
         super().__init__(f"the arm has version {version}" if version else "there is no such arm")
@@ -105,44 +108,36 @@ class ArmConflict(StoreError):
 
 @final
 class SnapshotError(StoreError):
-    """A snapshot cannot be taken, read or restored; the message says why, and what to do."""
+    """A snapshot cannot be taken, read or restored; the message says why and what to do."""
 
 
 @final
 class EmbeddedServerError(StoreError):
-    """The private server did not start, or died."""
+    """The private server did not start, or ended."""
 
 
-@contextmanager
-def translate_errors() -> Iterator[None]:
-    """Raise the errors of the driver as errors of this package."""
-    try:
-        yield
-    except driver.AuthenticationError as error:
-        # A subclass of ConnectionError in the driver, yet waiting does not mend a wrong password.
+def raise_translated(error: Exception) -> NoReturn:
+    """Raise an error of the driver as an error of this package, and any other error as it is."""
+    if isinstance(error, driver.AuthenticationError):
+        # A ConnectionError in the driver, but a wrong password does not pass with time.
         raise StoreError(f"the store refused the credentials: {error}") from error
-    except (
-        driver.ConnectionError, driver.TimeoutError, driver.ClusterDownError, driver.InvalidResponse, OSError
-    ) as error:  # fmt: skip
+    if isinstance(error, UNANSWERED) or (isinstance(error, RuntimeError) and "closed" in str(error)):
+        # uvloop raises RuntimeError when a connection was closed between two writes.
         raise StoreUnavailable(f"the store does not answer: {error}") from error
-    except RuntimeError as error:
-        # How uvloop tells that a connection was closed between two writes to it.
-        if "closed" not in str(error):
-            raise
-        raise StoreUnavailable(f"the store does not answer: {error}") from error
-    except AttributeError as error:
-        # How the driver tells that a connection was closed while it was about to write to it: its writer is gone.
-        if error.obj is not None or error.name not in WRITER_CALLS:
-            raise
+    if isinstance(error, AttributeError) and error.obj is None and error.name in WRITER_CALLS:
+        # The driver raises this when a connection was closed just before a write: its writer is None.
         raise StoreUnavailable("the store does not answer: the connection was closed") from error
-    except driver.RedisError as error:
+    if isinstance(error, driver.RedisError):
+        # A server names the arguments of a command that it does not know; they may be ids.
+        error.args = tuple(str(part).partition(COMMAND_ARGUMENTS)[0] for part in error.args)
         if is_transient(error):
             raise StoreUnavailable(f"the store cannot serve now: {error}") from error
         raise StoreError(f"the store refused a command: {error}") from error
+    raise error
 
 
 def is_transient(error: driver.RedisError) -> bool:
-    """Whether the server said that the same command may succeed later."""
+    """Whether the same command may succeed later."""
     if isinstance(error, driver.ReadOnlyError | driver.TryAgainError | driver.OutOfMemoryError):
         return True  # the driver strips the code off the message of these
     words = str(error).split(maxsplit=1)

@@ -1,8 +1,7 @@
-"""Places where a process can be made to die, for tests of what happens then.
+"""Failpoints: named places in the code where a test can make the process kill itself with SIGKILL.
 
-`METABAN_FAILPOINTS="worker-before-apply=3,meta-after-publish=1"` has the process kill itself, as `kill -9` would, when
-it comes to a place for the third time and for the first. `worker-learn:arm-7=1` means the place only when it is reached
-with that detail. Without the variable a place costs one look at an empty table.
+`METABAN_FAILPOINTS="worker-before-apply=3,meta-after-publish=1"` kills the process when it reaches the first place for
+the third time, or the second place for the first time. `worker-learn:arm-7=1` counts only visits with that detail.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ FAILPOINTS_VARIABLE: Final = "METABAN_FAILPOINTS"
 
 
 def parse_failpoints(text: str) -> dict[str, int]:
-    """Place → times it has to be reached, from what the variable says."""
+    """Place → number of the visit that kills the process, from the text of the variable."""
     left: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         place, _, times = part.rpartition("=")
@@ -30,7 +29,7 @@ _left = parse_failpoints(os.environ.get(FAILPOINTS_VARIABLE, ""))
 
 
 def reach(place: str, detail: str = "", *, left: dict[str, int] = _left) -> None:
-    """Die here if a test asked for it."""
+    """Kill the process here if the variable says so."""
     if not left:
         return
     for name in (place, f"{place}:{detail}"):
@@ -41,5 +40,5 @@ def reach(place: str, detail: str = "", *, left: dict[str, int] = _left) -> None
 
 
 def armed(left: Mapping[str, int] = _left) -> bool:
-    """Whether any place is set to die at; said in the log, since no production process should."""
+    """Whether any failpoint is set; logged at start, since no production process should have one."""
     return bool(left)

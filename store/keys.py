@@ -1,8 +1,7 @@
-"""Every key of the store, named once.
+"""Every key of the store.
 
-Prefix `metaban:`; then a hash tag, so that all that one script touches lives in one slot of a cluster:
-`{namespace:meta}` for what a namespace shares, `{namespace:pNN}` for one partition of its users. Ids come
-last and may hold anything, braces too: only the first tag of a key counts.
+Prefix `metaban:`, then a hash tag, so that all keys of one script are in one slot of a cluster: `{namespace:meta}` for
+shared keys, `{namespace:pNN}` for one partition. Ids come last and may contain braces: only the first tag counts.
 
     key of the store       type    meaning                                                     expiry
     {namespaces}:names     set     names of all namespaces                                     none
@@ -10,57 +9,63 @@ last and may hold anything, braces too: only the first tag of a key counts.
     key of the meta slot   type    meaning                                                     expiry
     namespace              string  NamespaceRecord as JSON                                     none
     epoch                  hash    number, blob, members, stamp, follows: the current Epoch;
-                                   members are user ids as JSON, struck out when forgotten; the
-                                   stamp tells it from one of its number that the store lost   none
+                                   members are user ids as JSON, removed when forgotten; the
+                                   stamp is unique, also if a store lost an epoch of its number none
     epoch_log              stream  n: number of each published epoch                           capped
-    lease                  string  token of the one meta-trainer, or of a snapshot or restore  PX of the lease
-    workers                zset    token of each worker that is there → when it counts no more  by the next look
-    refits                 string  refits begun, ever: the number of the latest                none
-    restoring              hash    generation, token, snapshot, target: a restore not finished none
-    restores               string  restores begun, ever: the generation of the latest          none
-    audit                  stream  a, m, p, r, d: who did what of an admin's, and with which
-                                   request                                                     capped
-    catalogue              hash    revision, stamp of it; compacted: the latest revision with
-                                   a tombstone that is gone; lost_version: the highest version
-                                   of one                                                      none
+    lease                  string  epoch lease: token of a worker, a snapshot or a restore     PX of the lease
+    workers                zset    token of each worker → when its registration expires, in ms  by the next look
+    owners                 hash    partition leases: partition → token of the worker that reads
+                                   it; a lease lasts as long as its worker is registered       released by its worker
+    refits                 string  number of the latest refit begun                            none
+    restoring              hash    generation, token, snapshot, target: the unfinished restore none
+    restores               string  generation of the latest restore begun                      none
+    audit                  stream  a, m, p, r, d: one AuditLine each                           capped
+    catalogue              hash    revision and its stamp; compacted: the latest revision of a
+                                   deleted tombstone; lost_version: the highest version of one none
     catalogue_log          list    stamps of the revisions, the latest first                   trimmed
     arms                   hash    arm id → its features as JSON                               none
     arm_order              zset    arm id → 0: the arms in the order of their ids              none
-    arm_versions           hash    arm id → version:updated ms, of tombstones too              with the tombstone
-    arm_changes            zset    arm id → revision of its latest change, of tombstones too   with the tombstone
-    arm_removals           zset    tombstones: id of a removed arm → revision                  the oldest go
+    arm_versions           hash    arm id → version:updated ms, also of tombstones             with the tombstone
+    arm_changes            zset    arm id → revision of its latest change, also of tombstones  with the tombstone
+    arm_removals           zset    tombstones: id of a removed arm → revision                  the oldest first
     fusion                 hash    version, stamp, blob, sources, report, created_ms, events: the
-                                   current FusionRecord; sources are struck out when forgotten,
-                                   count: how many there were, struck: how many are gone       none
-    fusion_sources         hash    token of a source → user id, struck out when forgotten      none
-    fusion_job             hash    what became of the latest training: one FusionJob           none
-    fusion_lease           string  token of the one who trains fusion                          PX of the lease
-    transfer_jobs          hash    job id → TransferJob as JSON, struck out when somebody it
-                                   names is forgotten; the oldest go                           a day after the last word
-    transfer_results       hash    id of a job that is done → what came of it, as JSON         as its job
-    transfer_lease         string  token of the one who works on a transfer job                PX of the lease
+                                   current FusionRecord; sources are removed when forgotten;
+                                   count: number of sources at first, struck: removed ones     none
+    fusion_sources         hash    token of a source → user id, removed when forgotten         none
+    fusion_job             hash    the latest FusionJobRecord                                  none
+    fusion_lease           string  token of the worker that trains fusion                      PX of the lease
+    transfer_jobs          hash    job id → TransferJobRecord as JSON; removed when a user it
+                                   names is forgotten; the oldest are deleted                  a day after a write
+    transfer_results       hash    id of a job that is done → its result as JSON               as its job
+    transfer_lease         string  token of the worker that runs transfer jobs                 PX of the lease
 
     key of a partition     type    meaning                                                     expiry
-    marker                 string  the store epoch; missing after FLUSHALL                     none
-    owner                  string  token of the one worker that reads the partition            PX of the lease
+    marker                 string  the store id; missing after FLUSHALL                        none
     events                 stream  RewardEvents not yet applied, read by group `learners`      never trimmed
-    counters               hash    what was counted, ever: `store.users` says what adds up     none
-    update_log             stream  u, i, v, e, t: which user moved to which version            capped
+    counters               hash    numbers of events, see `users/users.py`                     none
+    update_log             stream  u, i, v, e, t: one UpdateEntry each                         capped
     versions               hash    user id → incarnation:version; `N:0` is a tombstone         none
     user:<user id>         hash    incarnation, version, epoch, state, trail: one UserState;
                                    the last three are missing in a tombstone; forgot: the
-                                   incarnation that began when the user was last forgotten     none
+                                   incarnation after the last forgetting                       none
     samples:<user id>      list    latest Samples, oldest first                                trimmed
-    profile:<user id>      string  what requests told of the user, as JSON                     none
-    start:<user id>        hash    incarnation, start: the Start that the user's learner has    none
+    profile:<user id>      string  the user's profile as JSON                                  none
+    start:<user id>        hash    incarnation, start: the user's warm start                   none
     decided:<user id>      zset    decision id → when that decision expires, in ms             with the last of them
-    seen:<digest>          string  entry id the event got: dedupe; the digest is of user and
-                                   event id, so that it names neither                          dedupe window
-    dead_letters           stream  events given up on, with the reason                         none
-    attempts               hash    entry id → attempts made on that event alone                with the event
-    decision:<decision id> string  one Decision                                                reward and late window
-    awaiting               zset    rank:decision id → when its reward is overdue, in ms         none
+    last_seen              zset    user id → day of the latest decision, counted from 1970     with the user
+    seen:<digest>          string  entry id of an accepted event, for deduplication; digest of
+                                   user id and event id                                        dedupe window
+    rewarded:<digest>      string  number of accepted events with ids of their own for an arm of
+                                   a decision; digest of user id, decision id and arm id       dedupe window
+    dead_letters           stream  events that could not be applied, with the reason           none
+    attempts               hash    entry id → number of solo attempts                          with the event
+    decision:<decision id> string  one DecisionRecord                                          10 s, once it is in
+                                                                                               `decided` the reward and
+                                                                                               late window
+    awaiting               zset    rank:decision id → when its reward is overdue, in ms        none
     refit                  string  number of the last refit that wrote here                    none
+    replaced               hash    user id → incarnation:version:epoch:state that a refit
+                                   replaced; removed when forgotten                            after the refit
     restored               string  generation of the last restore that wrote here              none
 """
 
@@ -72,19 +77,22 @@ from hashlib import blake2b
 from typing import Final, final
 
 PREFIX: Final = "metaban"
+
 #: The names of all namespaces.
 NAMESPACE_NAMES: Final = f"{PREFIX}:{{namespaces}}:names"
+
 #: The consumer group of the workers on every event stream.
 LEARNERS: Final = "learners"
 NAMESPACE_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
-#: Above this, scans over all partitions would cost more than the parallelism they give.
+
+#: More partitions would make scans over all of them too slow.
 MAX_PARTITIONS: Final = 1024
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class NamespaceKeys:
-    """The keys of one namespace; its number of partitions is fixed when it is created."""
+    """Keys of one namespace, whose number of partitions is fixed at creation."""
 
     namespace: str
     partitions: int
@@ -96,7 +104,7 @@ class NamespaceKeys:
             raise ValueError(f"partitions must be between 1 and {MAX_PARTITIONS}, not {self.partitions}")
 
     def partition_of(self, text_id: str) -> int:
-        """The partition of a user or decision id: the same in every process and version."""
+        """Partition of a user id or decision id: the same in every process and version."""
         digest = blake2b(text_id.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % self.partitions
 
@@ -119,6 +127,10 @@ class NamespaceKeys:
     @property
     def workers(self) -> str:
         return self._meta("workers")
+
+    @property
+    def owners(self) -> str:
+        return self._meta("owners")
 
     @property
     def refits(self) -> str:
@@ -195,11 +207,11 @@ class NamespaceKeys:
     def marker(self, partition: int) -> str:
         return self._in(partition, "marker")
 
-    def owner(self, partition: int) -> str:
-        return self._in(partition, "owner")
-
     def refit(self, partition: int) -> str:
         return self._in(partition, "refit")
+
+    def replaced(self, partition: int) -> str:
+        return self._in(partition, "replaced")
 
     def events(self, partition: int) -> str:
         return self._in(partition, "events")
@@ -225,10 +237,21 @@ class NamespaceKeys:
     def restored(self, partition: int) -> str:
         return self._in(partition, "restored")
 
+    def last_seen(self, partition: int) -> str:
+        return self._in(partition, "last_seen")
+
     def seen(self, user_id: str, event_id: str) -> str:
-        """Beside the stream it guards; event ids are a user's own, and the length keeps the two ids apart."""
+        """Deduplication key, in the partition of the user; event ids are unique within a user."""
+        return self._of_event("seen", user_id, event_id)
+
+    def rewarded(self, user_id: str, plain_event_id: str) -> str:
+        """Number of rewards with ids of their own for the arm that this id names, in the partition of the user."""
+        return self._of_event("rewarded", user_id, plain_event_id)
+
+    def _of_event(self, kind: str, user_id: str, event_id: str) -> str:
+        # The length keeps two different pairs of ids apart.
         digest = blake2b(f"{len(user_id)}:{user_id}{event_id}".encode(), digest_size=16).hexdigest()
-        return self._in(self.partition_of(user_id), f"seen:{digest}")
+        return self._in(self.partition_of(user_id), f"{kind}:{digest}")
 
     def user(self, user_id: str) -> str:
         return self._in(self.partition_of(user_id), f"user:{user_id}")
@@ -250,23 +273,23 @@ class NamespaceKeys:
 
     @property
     def every_pattern(self) -> str:
-        """What all keys of the namespace match, and none of another."""
+        """Pattern that matches all keys of the namespace and no others."""
         return f"{PREFIX}:{{{self.namespace}:*"
 
     @property
     def shared(self) -> list[str]:
-        """All that the meta slot has, but the record."""
+        """All keys of the meta slot except the record."""
         return [
-            self.epoch, self.epoch_log, self.lease, self.workers, self.refits, self.restoring, self.restores,
-            self.audit, self.catalogue, self.catalogue_log, self.arms, self.arm_order, self.arm_versions,
+            self.epoch, self.epoch_log, self.lease, self.workers, self.owners, self.refits, self.restoring,
+            self.restores, self.audit, self.catalogue, self.catalogue_log, self.arms, self.arm_order, self.arm_versions,
             self.arm_changes, self.arm_removals, self.fusion, self.fusion_sources, self.fusion_job, self.fusion_lease,
             self.transfer_jobs, self.transfer_results, self.transfer_lease,
         ]  # fmt: skip
 
     def guard_of(self, key: str) -> str:
-        """What tells in the slot of a key of this namespace whose it is: the record, or the marker of a partition.
+        """Key with the store id in the slot of a key: the record, or the marker of the partition.
 
-        Also of a partition that there is no more, since the name had another number of them once.
+        Also for a partition that an earlier namespace of this name had.
         """
         tag, _, _ = key.partition("}")
         return f"{tag}}}:namespace" if tag.endswith(":meta") else f"{tag}}}:marker"

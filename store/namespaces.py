@@ -1,51 +1,55 @@
-"""Namespaces: one record each, and a marker in every partition that tells this store from any other."""
+"""Namespaces: the record of each, and the store id as a marker in every partition."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 from uuid import uuid4
 
-from store.connection import Store, as_bytes, as_int, as_text, command, pipeline, scan
-from store.errors import CorruptRecord, NamespaceConflict, StoreReset
-from store.events import create_groups
-from store.keys import NAMESPACE_NAMES, NamespaceKeys
-from store.reward_rules import RewardRules
-from store.scripts import load_script
+from metaban.store.client.connection import Store, as_bytes, as_int, as_text, command, pipeline, scan
+from metaban.store.client.scripts import load_script
+from metaban.store.errors import CorruptRecord, NamespaceConflict, StoreReset
+from metaban.store.events.stream import create_groups
+from metaban.store.keys import NAMESPACE_NAMES, NamespaceKeys
+from metaban.store.reward_rules import RewardRules
 
 Json: TypeAlias = Any
-#: Races on one record that are worth another try; each means that somebody else succeeded.
+
+#: Fields whose name in stored records differs.
+STORED_NAMES: Final = {"store_id": "store_epoch"}
+
+#: Most attempts at changing a record; each failure means that another writer changed it.
 MAX_RACES = 16
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class NamespaceRecord:
-    """What is fixed or agreed for a namespace; learner, layouts and overrides mean nothing to the store.
+    """Settings of a namespace: all that shapes learning. The store does not interpret learner, layouts and overrides.
 
-    A deleted one leaves its record behind: whoever still serves it can tell that from a store that lost everything.
+    The record of a deleted namespace stays: its services can tell the deletion from a store that lost its data.
     """
 
     name: str
     partitions: int
-    store_epoch: str
+    store_id: str
     seed: int
     learner: dict[str, Json]
     layout: dict[str, Json] | None
     revision: int
     state: Literal["creating", "ready", "deleted"]
-    #: Settings in which the namespace differs from the deployment's.
+    #: Settings that an admin chose for the namespace.
     overrides: dict[str, Json] = field(default_factory=dict)
-    #: RewardRules as JSON; None: those by default.
+    #: RewardRules as JSON; None means the default rules.
     rewards: dict[str, Json] | None = None
-    #: How what requests tell of users is laid out; None until one tells something.
+    #: Layout of profiles; None until the first profile.
     profile_layout: dict[str, Json] | None = None
 
     @property
     def reward_rules(self) -> RewardRules:
-        """What rewards mean here."""
+        """Reward rules of the namespace."""
         return RewardRules.from_json(self.rewards)
 
     @property
@@ -53,9 +57,9 @@ class NamespaceRecord:
         return NamespaceKeys(self.name, self.partitions)
 
     def encode(self) -> bytes:
-        fields = asdict(self)
+        fields = {STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
         if self.rewards is None:
-            del fields["rewards"]  # as records were before there were rules
+            del fields["rewards"]  # as in old records
         if self.profile_layout is None:
             del fields["profile_layout"]
         return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
@@ -64,7 +68,8 @@ class NamespaceRecord:
     def decode(blob: bytes) -> NamespaceRecord:
         try:
             fields = json.loads(blob)
-            record = NamespaceRecord(**fields)
+            names = {stored: name for name, stored in STORED_NAMES.items()}
+            record = NamespaceRecord(**{names.get(name, name): value for name, value in fields.items()})
             types = {
                 "name": str,
                 "partitions": int,
@@ -86,13 +91,13 @@ class NamespaceRecord:
                 )
             NamespaceKeys(record.name, record.partitions)
             RewardRules.from_json(record.rewards)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptRecord(f"not a namespace record: {error}") from error
         return record
 
 
 @final
-class Namespaces:
+class NamespaceStore:
     """The namespaces of a store."""
 
     def __init__(self, redis: Store) -> None:
@@ -113,30 +118,34 @@ class Namespaces:
         learner: dict[str, Json],
         layout: dict[str, Json] | None = None,
         overrides: dict[str, Json] | None = None,
+        rewards: RewardRules | None = None,
     ) -> NamespaceRecord:
-        """The namespace, created if there is none; a creation that was interrupted is completed.
+        """The namespace, created if it does not exist; an interrupted creation is completed.
 
-        All but the name count for a new namespace only. Raises NamespaceConflict when it exists with another number of
-        partitions, StoreReset when partitions lost their markers or carry another store's.
+        For an existing namespace only the name and the number of partitions count. Raises NamespaceConflict if it has
+        another number of partitions, and StoreReset if partitions have no marker or that of another store.
         """
-        fresh = NamespaceRecord(name, partitions, uuid4().hex, seed, learner, layout, 0, "creating", overrides or {})
+        rules = None if rewards is None else rewards.to_json()
+        fresh = NamespaceRecord(
+            name, partitions, uuid4().hex, seed, learner, layout, 0, "creating", overrides or {}, rules
+        )
         stored = await command(self._redis, "SET", fresh.keys.record, fresh.encode(), "NX", "GET")
         record = fresh if stored is None else NamespaceRecord.decode(as_bytes(stored))
         if record.state == "deleted":
-            # Whoever deleted it may not have come to the end, and a request under way may have written after that.
+            # The deletion may have been interrupted, or a request may have written after it.
             await self._clear(record)
             record = await self._succeed(record, fresh)
         if record.partitions != partitions:
             raise NamespaceConflict(
-                f"namespace {name} has {record.partitions} partitions, not {partitions}: they are fixed when "
-                "it is created, so ask for that number or use another namespace"
+                f"namespace {name} has {record.partitions} partitions, not {partitions}: the number is fixed at "
+                "creation, so use that number or another namespace"
             )
         return await self.open(record)
 
     async def open(self, record: NamespaceRecord) -> NamespaceRecord:
-        """A namespace that was loaded, checked, and completed if its creation was interrupted."""
+        """Check the markers of a loaded namespace; complete it if its creation was interrupted."""
         if record.state == "creating":
-            # Before it is ready: whoever is told of it finds it, or waits for it.
+            # Before it is ready, so that every ready namespace is listed.
             await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
             await self.revive(record)
             return await self._finish(record)
@@ -145,14 +154,14 @@ class Namespaces:
         return record
 
     async def revive(self, record: NamespaceRecord) -> None:
-        """Take back partitions that lost all they had; StoreReset when one belongs to another store.
+        """Write missing markers and groups; StoreReset if a partition belongs to another store.
 
-        Only a restore may do so, which then writes every user of them.
+        Only for creation and for a restore, which writes every user of the partitions afterwards.
         """
         partitions = range(record.partitions)
         await pipeline(
             self._redis,
-            [("SET", record.keys.marker(partition), record.store_epoch, "NX") for partition in partitions],
+            [("SET", record.keys.marker(partition), record.store_id, "NX") for partition in partitions],
         )
         await self._check_markers(record)
         await create_groups(self._redis, record.keys, partitions)
@@ -163,16 +172,16 @@ class Namespaces:
         return None if stored is None else NamespaceRecord.decode(as_bytes(stored))
 
     async def reload(self, record: NamespaceRecord) -> NamespaceRecord:
-        """The record as it is now; StoreReset when the namespace is gone, or another one has its name."""
+        """Current record; StoreReset if the namespace is gone or another one has its name."""
         current = await self.load(record.name)
-        if current is None or current.store_epoch != record.store_epoch or current.state == "deleted":
-            raise StoreReset(f"namespace {record.name} was deleted, or vanished with its store")
+        if current is None or current.store_id != record.store_id or current.state == "deleted":
+            raise StoreReset(f"namespace {record.name} was deleted or belongs to another store")
         return current
 
     async def set_layout(self, record: NamespaceRecord, layout: dict[str, Json]) -> NamespaceRecord:
-        """Agree on the feature layout; the record that holds now, of another caller if that one was first.
+        """Set the feature layout and return the current record; if another caller was first, with its layout.
 
-        A layout that exists is replaced only while no event was ever enqueued: NamespaceConflict otherwise.
+        An existing layout is replaced only if no event was ever enqueued; otherwise raises NamespaceConflict.
         """
         for _ in range(MAX_RACES):
             if record.layout == layout:
@@ -191,7 +200,7 @@ class Namespaces:
         raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
 
     async def set_profile_layout(self, record: NamespaceRecord, layout: dict[str, Json]) -> NamespaceRecord:
-        """Agree on the layout of profiles; the record that holds now. Whoever is first fixes it for good."""
+        """Set the layout of profiles unless it is set already; returns the current record."""
         for _ in range(MAX_RACES):
             if record.profile_layout is not None:
                 return record
@@ -203,7 +212,7 @@ class Namespaces:
         raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
 
     async def replace_learner(self, record: NamespaceRecord, learner: dict[str, Json]) -> NamespaceRecord:
-        """Change the learner's settings; NamespaceConflict when the record is not the stored one any more."""
+        """Change the learner's settings; NamespaceConflict if the record was changed meanwhile."""
         wanted = replace(record, learner=learner, revision=record.revision + 1)
         current = await self._compare_and_set(record, wanted)
         if current is not None:
@@ -213,34 +222,34 @@ class Namespaces:
         return wanted
 
     async def change(self, record: NamespaceRecord, **changes: Json) -> NamespaceRecord | None:
-        """The record with some fields changed; None when somebody else changed it first."""
+        """Change fields of the record and return it; None if it was changed meanwhile."""
         wanted = replace(record, **changes, revision=record.revision + 1)
         return wanted if await self._compare_and_set(record, wanted) is None else None
 
     async def delete(self, record: NamespaceRecord) -> None:
-        """Delete a namespace with all it has; only the word of it stays, in its record. Repeated, it is completed.
+        """Delete a namespace with all its data, except its record. Idempotent; a repeated call completes it.
 
-        Without its markers no script writes into it any more.
+        Scripts do not write to a partition without its marker.
         """
         record = await self.mark_deleted(record)
         await self._clear(record)
         await command(self._redis, "SREM", NAMESPACE_NAMES, record.name)
         begun = await self.load(record.name)
         if begun is not None and begun.state != "deleted":
-            # Somebody had the name already, and was just taken off the list with it.
+            # A new namespace of this name was created meanwhile, and SREM removed it from the list.
             await command(self._redis, "SADD", NAMESPACE_NAMES, record.name)
 
     async def mark_deleted(self, record: NamespaceRecord) -> NamespaceRecord:
-        """Have nobody begin to use a namespace any more; what it has is still there, for `delete`."""
+        """Mark a namespace as deleted, so that it is not opened any more; `delete` removes its data."""
         while record.state != "deleted":
             gone = await self.change(record, state="deleted", layout=None, overrides={}, profile_layout=None)
             record = gone or await self.load(record.name) or replace(record, state="deleted")
         return record
 
     async def _clear(self, deleted: NamespaceRecord) -> None:
-        """Delete all that a deleted namespace has, and nothing of one that has begun under its name."""
+        """Delete all data of a deleted namespace, and nothing of a new one of the same name."""
         keys = deleted.keys
-        # What belongs together goes at one moment: nobody who still reads finds half of an arm.
+        # Shared keys are deleted together, so that a reader does not find half of an arm.
         await self._unlink(deleted, [*keys.shared, *map(keys.marker, range(deleted.partitions))])
         async for found in scan(self._redis, keys.every_pattern):
             await self._unlink(deleted, [as_text(key) for key in found if key != keys.record.encode()])
@@ -250,22 +259,38 @@ class Namespaces:
         for key in doomed:
             guarded.setdefault(deleted.keys.guard_of(key), []).append(key)
         await self._unlinking.call_many(
-            ([guard, *keys], [deleted.store_epoch, "namespace" if guard == deleted.keys.record else "marker"])
+            ([guard, *keys], [deleted.store_id, "namespace" if guard == deleted.keys.record else "marker"])
             for guard, keys in guarded.items()
         )
 
     async def _succeed(self, deleted: NamespaceRecord, fresh: NamespaceRecord) -> NamespaceRecord:
-        """Begin anew under a name whose namespace was deleted; of several who do one wins."""
+        """Create a namespace under the name of a deleted one; of several callers one wins."""
         wanted = replace(fresh, revision=deleted.revision + 1)
         current = await self._compare_and_set(deleted, wanted)
         return wanted if current is None else current
 
-    async def set_reward_rules(self, record: NamespaceRecord, rules: RewardRules) -> NamespaceRecord:
-        """Change what rewards mean, whatever else of the record is changed meanwhile; the record that holds then."""
+    async def fill(
+        self, record: NamespaceRecord, *, learner: Mapping[str, Json], rewards: RewardRules
+    ) -> NamespaceRecord:
+        """Add what the record of an older version lacks; of several callers the first one's values stay.
+
+        NamespaceConflict if the added reward rules contradict the stored ones.
+        """
         for _ in range(MAX_RACES):
-            if record.reward_rules == rules:
+            wanted = replace(
+                record,
+                learner={**learner, **record.learner},
+                rewards=rewards.to_json() | (record.rewards or {}),
+                revision=record.revision + 1,
+            )
+            if (wanted.learner, wanted.rewards) == (record.learner, record.rewards):
                 return record
-            wanted = replace(record, rewards=rules.to_json(), revision=record.revision + 1)
+            try:
+                RewardRules.from_json(wanted.rewards)
+            except ValueError as error:
+                raise NamespaceConflict(
+                    f"the reward rules of namespace {record.name} contradict the environment: {error}"
+                ) from error
             current = await self._compare_and_set(record, wanted)
             if current is None:
                 return wanted
@@ -273,21 +298,21 @@ class Namespaces:
         raise NamespaceConflict(f"the record of namespace {record.name} keeps changing")
 
     async def _finish(self, record: NamespaceRecord) -> NamespaceRecord:
-        """Mark a namespace ready, or find that somebody else who completed it did."""
+        """Mark a namespace as ready, unless another caller did."""
         ready = replace(record, state="ready", revision=record.revision + 1)
         current = await self._compare_and_set(record, ready)
         return ready if current is None else current
 
     async def _compare_and_set(self, record: NamespaceRecord, wanted: NamespaceRecord) -> NamespaceRecord | None:
-        """None when `wanted` was written, otherwise the record that stands in its place."""
+        """None if `wanted` was written, otherwise the stored record."""
         done, *stored = await self._replace.call(
-            [record.keys.record], [record.store_epoch, record.revision, wanted.encode()]
+            [record.keys.record], [record.store_id, record.revision, wanted.encode()]
         )
         if done:
             return None
         current = NamespaceRecord.decode(as_bytes(stored[0])) if stored else None
-        if current is None or (current.store_epoch != record.store_epoch and record.state != "deleted"):
-            raise StoreReset(f"the record of namespace {record.name} vanished or is of another store")
+        if current is None or (current.store_id != record.store_id and record.state != "deleted"):
+            raise StoreReset(f"the record of namespace {record.name} is missing or belongs to another store")
         if current.state == "deleted" and wanted.state != "deleted" and record.state != "deleted":
             raise StoreReset(f"namespace {record.name} was deleted")
         return current
@@ -298,12 +323,12 @@ class Namespaces:
         foreign = [
             partition
             for partition, marker in zip(partitions, markers, strict=True)
-            if marker is None or as_text(marker) != record.store_epoch
+            if marker is None or as_text(marker) != record.store_id
         ]
         if foreign:
             raise StoreReset(
                 f"namespace {record.name}: partitions {foreign} lost their data or belong to another store; "
-                "restore a snapshot, or delete the namespace's keys to begin anew"
+                "restore a snapshot, or delete the keys of the namespace to start empty"
             )
 
     async def _events_enqueued(self, record: NamespaceRecord) -> int:

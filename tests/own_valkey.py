@@ -1,4 +1,4 @@
-"""A Valkey of a test's own, for what cannot be done to the one that all share: kill it, stop it, set it back."""
+"""A separate Valkey for one test, which may kill it, pause it or set it back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_S = 30.0
 
 
 class OwnValkey:
-    """On a unix socket, every write on disk before it is answered."""
+    """A Valkey on a unix socket; every write is on disk before its reply."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,19 +69,19 @@ class OwnValkey:
             self._process = None
 
     def pause(self) -> None:
-        """Take connections and bytes, and answer nothing."""
+        """Accept connections and bytes, and answer nothing."""
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def keep(self) -> None:
-        """Remember what is on disk now."""
+        """Remember the current data on disk."""
         shutil.rmtree(self._kept, ignore_errors=True)
         shutil.copytree(self._files, self._kept)
 
     def set_back(self) -> None:
-        """Crash, lose what was written after `keep`, and come back."""
+        """Crash, lose all writes since `keep`, and start again."""
         self.kill()
         shutil.rmtree(self._files)
         shutil.copytree(self._kept, self._files)
@@ -90,7 +90,7 @@ class OwnValkey:
 
 @contextmanager
 def own_valkey() -> Iterator[OwnValkey]:
-    """A running Valkey that ends with the test."""
+    """A running Valkey that is stopped at the end of the test."""
     with tempfile.TemporaryDirectory(prefix="mb-") as folder:
         server = OwnValkey(Path(folder))
         server.start()

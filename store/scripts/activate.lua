@@ -1,12 +1,12 @@
--- Put an activated decision in the place of the one that was read, and have it wait for rewards.
+-- Replace a decision by its activated form, and add its arms to those waiting for rewards.
 -- KEYS  decision, awaiting
 -- ARGV  SHA-1 of the decision as it was read, the decision, its time to live in ms, when its rewards are overdue in ms,
---       then the members that wait
--- Reply 1 | 0 when another decision stands there, or none
+--       then the members of `awaiting`
+-- Reply 1 | 0 if the stored decision is another one or missing
 local decision, awaiting = KEYS[1], KEYS[2]
 
-local standing = redis.call('GET', decision)
-if not standing or redis.sha1hex(standing) ~= ARGV[1] then
+local stored = redis.call('GET', decision)
+if not stored or redis.sha1hex(stored) ~= ARGV[1] then
   return 0
 end
 redis.call('ZCARD', awaiting)

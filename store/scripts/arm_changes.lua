@@ -1,11 +1,10 @@
--- What became of the arms of the catalogue, in the order of their latest changes, from a revision on.
+-- Changes of the catalogue after a revision, in the order of the arms' latest changes.
 -- KEYS  namespace, catalogue, catalogue_log, arms, arm_changes
--- ARGV  store epoch, revision of the anchor, its stamp, revision to go on after, most arms, enough bytes
--- The anchor is what the reader had when it began; a reader that had nothing says revision 0 once, and takes as its
--- anchor what it is told. Most arms: more than a single revision can have.
--- Reply {'ok', revision, stamp, revision to go on after, 1 if there is more, then for each arm its id and its
---       features, '' for one that was removed} | {'anew'}: the anchor is not in the history, or removals since are not
---       | {'reset'}
+-- ARGV  store id, revision of the anchor, its stamp, revision after which to read, most arms, bytes after which to stop
+-- The anchor is the revision that the reader had at first. A new reader passes 0 once, then the revision of the reply.
+-- `most arms` must exceed the arms of one revision.
+-- Reply {'ok', revision, stamp, revision after which to continue, 1 if there is more, then id and features of each arm,
+--       '' if removed} | {'anew'}: the anchor, or removals since, are no longer known | {'reset'}
 local HEAD = 5
 local catalogue, log, arms, changes = KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 
@@ -24,7 +23,7 @@ if anchor > 0 then
   end
 end
 local rows = redis.call('ZRANGE', changes, '(' .. ARGV[4], '+inf', 'BYSCORE', 'LIMIT', 0, ARGV[5], 'WITHSCORES')
--- A revision is told whole or not at all, since the next call goes on after it.
+-- A revision is returned completely or not at all, since the next call continues after it.
 local cut = #rows == 2 * tonumber(ARGV[5]) and rows[#rows] or nil
 local reply = {'ok', tostring(state[1] or '0'), state[2] or '', ARGV[4], 0}
 local size = 0

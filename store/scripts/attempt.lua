@@ -1,7 +1,7 @@
--- Count an attempt made on one event alone, or take one back; only for whoever the event is pending for.
+-- Count or uncount a solo attempt on an event that is pending for the consumer.
 -- KEYS  events, attempts
 -- ARGV  group, consumer, entry id, 1 or -1
--- Reply the number of attempts, 0 when the event is gone or somebody else's
+-- Reply number of attempts; 0 if the event is gone or not pending for the consumer
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
 if pending.err or #pending == 0 or #redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3]) == 0 then
   return 0

@@ -1,7 +1,7 @@
--- Write down what an admin did, unless the namespace is gone.
+-- Add a line to the audit log, unless the namespace is gone.
 -- KEYS  namespace, audit
--- ARGV  store epoch, least number of lines kept, then fields and values
--- Reply the id of the line, or nothing when it was not written
+-- ARGV  store id, least number of lines kept, then fields and values
+-- Reply id of the line; false if nothing was written
 local stored = redis.call('GET', KEYS[1])
 local record = stored and cjson.decode(stored)
 if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then

@@ -1,7 +1,7 @@
--- Say that a restore is under way: from now on no epoch is published but the one that ends it.
+-- Write the intent of a restore: until it is finished no other epoch is published.
 -- KEYS  namespace, lease, epoch, restoring, restores
--- ARGV  store epoch, lease token, snapshot id, least number of the epoch to come
--- Reply {'ok', generation, number of the epoch to come} | {'reset'} | {'lease'}: nothing was written then
+-- ARGV  store id, lease token, snapshot id, least number of the final epoch
+-- Reply {'ok', generation, number of the final epoch} | {'reset'} | {'lease'}: nothing was written
 local stored_record = redis.call('GET', KEYS[1])
 local record = stored_record and cjson.decode(stored_record)
 if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
@@ -11,8 +11,9 @@ if redis.call('GET', KEYS[2]) ~= ARGV[2] then
   return {'lease'}
 end
 local following = (tonumber(redis.call('HGET', KEYS[3], 'number') or '-1') or -1) + 1
--- Users may stand under the epoch that an unfinished restore was going to publish.
-local unfinished = tonumber(redis.call('HGET', KEYS[4], 'target') or '0') or 0
+-- Users may have the number of the epoch that an unfinished restore was going to publish.
+-- A damaged record of a restore has no target and is replaced.
+local unfinished = tonumber(redis.pcall('HGET', KEYS[4], 'target') or '0') or 0
 local target = string.format('%.0f', math.max(following, unfinished, tonumber(ARGV[4])))
 
 local generation = string.format('%.0f', redis.call('INCR', KEYS[5]))

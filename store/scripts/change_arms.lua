@@ -1,9 +1,9 @@
--- Change arms of the catalogue, all of them or none: write them, or remove them and leave tombstones.
+-- Write or remove arms of the catalogue, all or none; removed arms leave tombstones.
 -- KEYS  namespace, catalogue, catalogue_log, arms, arm_order, arm_versions, arm_changes, arm_removals
--- ARGV  store epoch, stamp, time in ms, most arms, most tombstones, most stamps, then for each arm, of distinct ids:
---       id, the version it must have ('' for any, '0' for none), features ('' to remove it)
--- Reply {'ok', then for each arm its version before, 0 if there was none, and now} | {'reset'} | {'corrupt', id}
---       | {'version', number of the arm, the version it has} | {'full', arms there are}: nothing was written then
+-- ARGV  store id, stamp, time in ms, most arms, most tombstones, most stamps, then for each arm, of distinct ids:
+--       id, expected version ('' for any, '0' for none), features ('' to remove it)
+-- Reply {'ok', then for each arm its version before (0 for none) and after} | {'reset'} | {'corrupt', id}
+--       | {'version', index of the arm, its version} | {'full', number of arms}: nothing was written
 local HEAD, FIELDS = 6, 3
 local catalogue, log, arms, order, versions, changes, removals =
   KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
@@ -20,9 +20,9 @@ end
 local state = redis.call('HMGET', catalogue, 'revision', 'compacted', 'lost_version')
 local revision = (tonumber(state[1] or '0') or 0) + 1
 local compacted = tonumber(state[2] or '0') or 0
--- The highest version of a tombstone that is gone: an arm without one begins above it, so that none goes back.
+-- Highest version of a deleted tombstone: new arms begin above it, so that no version is used twice.
 local lost_version = tonumber(state[3] or '0') or 0
--- A key of another type is found here, before anything is written.
+-- A key of another type raises here, before the first write.
 redis.call('LLEN', log)
 redis.call('ZCARD', order)
 redis.call('ZCARD', changes)

@@ -1,13 +1,13 @@
--- Read users, and what the update log says after a cursor, at one moment.
+-- Read users and the lines of the update log after a cursor at one moment.
 -- KEYS  marker, counters, update_log, then `user`, `samples`, `start` for each user
--- ARGV  store epoch, cursor, most lines
--- Reply {'store-epoch'} | {'ok', applied, lines, then for each user: {incarnation, version, epoch, state}, samples,
+-- ARGV  store id, cursor, most lines
+-- Reply {'store-id'} | {'ok', applied, lines, then for each user: {incarnation, version, epoch, state}, samples,
 --       {incarnation, start}}
 local marker, counters, update_log = KEYS[1], KEYS[2], KEYS[3]
 local HEAD_KEYS = 3
 
 if redis.call('GET', marker) ~= ARGV[1] then
-  return {'store-epoch'}
+  return {'store-id'}
 end
 local lines = redis.call('XRANGE', update_log, '(' .. ARGV[2], '+', 'COUNT', ARGV[3])
 local reply = {'ok', redis.call('HGET', counters, 'applied') or '0', lines}

@@ -1,7 +1,7 @@
--- Publish the epoch of a snapshot whose users are all in place; the restore is over.
+-- Publish the final epoch of a restore and delete its intent.
 -- KEYS  namespace, lease, epoch, epoch_log, restoring
--- ARGV  store epoch, lease token, generation, number, blob, log cap, stamp, members as JSON
--- Reply 'ok' | 'reset' | 'lease' | 'overtaken': what did not hold; nothing was written then
+-- ARGV  store id, lease token, generation, number, blob, log cap, stamp, members as JSON
+-- Reply 'ok' | 'reset' | 'lease' | 'overtaken': the failed check; nothing was written
 local stored_record = redis.call('GET', KEYS[1])
 local record = stored_record and cjson.decode(stored_record)
 if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
@@ -15,7 +15,7 @@ if redis.call('HGET', KEYS[5], 'generation') ~= ARGV[3] or number >= tonumber(AR
   return 'overtaken'
 end
 redis.call('XLEN', KEYS[4])
--- It was derived from no epoch of this store.
+-- It was not derived from an epoch of this store.
 redis.call('HSET', KEYS[3], 'number', ARGV[4], 'blob', ARGV[5], 'members', ARGV[8], 'stamp', ARGV[7],
   'follows', '')
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', 'n', ARGV[4])

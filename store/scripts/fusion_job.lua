@@ -1,7 +1,7 @@
--- Say how the training of fusion is coming along; only its lease's holder may.
+-- Write the status of the fusion training; only for the holder of its lease.
 -- KEYS  namespace, fusion_lease, fusion_job
--- ARGV  store epoch, lease token, then name and value of each field
--- Reply 'ok' | 'reset' | 'lease': what did not hold; nothing was written then
+-- ARGV  store id, lease token, then name and value of each field
+-- Reply 'ok' | 'reset' | 'lease': the failed check; nothing was written
 local stored = redis.call('GET', KEYS[1])
 local record = stored and cjson.decode(stored)
 if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then

@@ -1,7 +1,7 @@
--- Ask for fusion to be trained, unless that is asked for or under way already.
+-- Request a fusion training, unless one is queued or running.
 -- KEYS  namespace, fusion_job
--- ARGV  store epoch, then name and value of each field of the job asked for
--- Reply 'reset' | 'ok' | 'standing', the latter when there is such a job already; nothing was written then
+-- ARGV  store id, then name and value of each field of the job
+-- Reply 'reset' | 'ok' | 'standing' if a job is queued or running: nothing was written
 local stored = redis.call('GET', KEYS[1])
 local record = stored and cjson.decode(stored)
 if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then

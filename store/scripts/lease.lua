@@ -1,7 +1,7 @@
--- Take, keep or give back a lease: only its holder may do the last two.
--- KEYS  lease, and `restoring` for the lease that restores take too
+-- Acquire, renew or release a lease; the last two only for its holder.
+-- KEYS  lease, and optionally `restoring`
 -- ARGV  'acquire' | 'renew' | 'release', token, ttl in ms, 'restore' for a restore
--- Reply 1 | 0: while a restore is unfinished only another restore gets the lease
+-- Reply 1 | 0. With `restoring`, only a restore acquires the lease while a restore is unfinished
 local holder = redis.call('GET', KEYS[1])
 local verb, token, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 if holder ~= token then

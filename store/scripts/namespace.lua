@@ -1,7 +1,7 @@
--- Replace the record of a namespace if it is still the one that was read.
+-- Replace the record of a namespace if it has the expected revision.
 -- KEYS  namespace
--- ARGV  store epoch, expected revision, new record
--- Reply {1} | {0, stored record} | {0} when there is none
+-- ARGV  store id, expected revision, new record
+-- Reply {1} | {0, stored record} | {0} if there is none
 local stored = redis.call('GET', KEYS[1])
 if not stored then
   return {0}

@@ -1,14 +1,14 @@
 -- Publish the next epoch of a namespace.
 -- KEYS  namespace, lease, epoch, epoch_log, restoring
--- ARGV  store epoch, lease token, number, blob, log cap, stamp, stamp of the epoch it was derived from,
+-- ARGV  store id, lease token, number, blob, log cap, stamp, stamp of the epoch it was derived from,
 --       members as JSON
--- Reply 'ok' | 'reset' | 'restoring' | 'lease' | 'number' | 'stamp': what did not hold; nothing was written then
+-- Reply 'ok' | 'reset' | 'restoring' | 'lease' | 'number' | 'stamp': the failed check; nothing was written
 local stored = redis.call('GET', KEYS[1])
 local record = stored and cjson.decode(stored)
 if not record or record.store_epoch ~= ARGV[1] or record.state == 'deleted' then
   return 'reset'
 end
--- Users are partly of a snapshot: whatever was derived from them would make that last.
+-- Some users are those of a snapshot, so the epoch was derived from a mixture.
 if redis.call('EXISTS', KEYS[5]) == 1 then
   return 'restoring'
 end
@@ -19,7 +19,7 @@ local number = tonumber(redis.call('HGET', KEYS[3], 'number') or '-1')
 if number ~= tonumber(ARGV[3]) - 1 then
   return 'number'
 end
--- A store that lost its latest epoch gives the number again, to another one.
+-- A store that lost its latest epoch assigns its number again.
 if (redis.call('HGET', KEYS[3], 'stamp') or '') ~= ARGV[7] then
   return 'stamp'
 end

@@ -1,7 +1,7 @@
--- Begin to fit users under an epoch that is not published yet: of two trainers the later one wins.
+-- Begin a refit under an epoch that is not published yet; of two trainers the later one wins.
 -- KEYS  lease, refits
 -- ARGV  lease token
--- Reply the number of this refit, 0 when the lease is lost
+-- Reply number of the refit; 0 if the lease is lost
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 0
 end

@@ -1,7 +1,7 @@
--- Forget a consumer, unless deliveries still wait for it: deleting it would drop them from the pending list.
+-- Delete a consumer, unless entries are pending for it: they would be dropped from the pending list.
 -- KEYS  events
 -- ARGV  group, consumer
--- Reply 1 | 0: 0 when something is pending
+-- Reply 1 | 0 if entries are pending
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])
 if pending.err then
   return 1

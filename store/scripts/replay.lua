@@ -1,4 +1,4 @@
--- Put a dead letter back into its partition's stream, as a fresh event.
+-- Put a dead letter back into its partition's stream as a new event.
 -- KEYS  marker, events, dead_letters, counters, the event's `seen` key
 -- ARGV  letter id, backlog limit, dedupe window in ms
 -- Reply {'reset'} | {'full', backlog} | {'gone'} | {'stored-again', entry id} | {'ok', entry id}
@@ -22,7 +22,7 @@ for at = 1, #letter[2], 2 do
     fields[#fields + 1] = value
   end
 end
--- The same event id came again after the dedupe window: one of the two is enough.
+-- The same event id was accepted again after the dedupe window: only one may count.
 local known = redis.call('GET', seen)
 if known and known ~= buried_entry then
   return {'stored-again', known}
@@ -32,7 +32,7 @@ if backlog + 1 > limit then
   return {'full', backlog}
 end
 
--- First write: it fails, with nothing written, when `counters` is no hash of numbers or memory is full.
+-- First write: fails, with nothing written, if `counters` is not a hash of numbers or memory is full.
 redis.call('HINCRBY', counters, 'replayed', 1)
 local entry = redis.call('XADD', events, '*', unpack(fields))
 redis.call('XDEL', dead_letters, letter_id)

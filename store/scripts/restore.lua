@@ -1,18 +1,18 @@
--- Put users of a partition back to what a snapshot has of them, or drop those whom it does not know.
+-- Restore users of a partition from a snapshot, or drop those who are not in it.
 -- KEYS  marker, counters, update_log, versions, restored, then `user`, `samples`, `start` for each user
--- ARGV  store epoch, generation of the restore, log cap, events applied at least,
---       then for each user: user id, incarnation, version, epoch, state ('': drop), start ('': none), number of samples,
+-- ARGV  store id, generation of the restore, log cap, least number of applied events,
+--       then for each user: user id, incarnation, version, epoch, state ('': drop), warm start ('': none), number of samples,
 --       the samples
--- Reply {'store-epoch'} | {'overtaken', generation} | {'corrupt'}: nothing was written then
---       {'ok', 1 | 0 for each user}: 0 for one who was forgotten and stays so, or had nothing to be dropped
+-- Reply {'store-id'} | {'overtaken', generation} | {'corrupt'}: nothing was written
+--       {'ok', 1 | 0 for each user}: 0 for a user who was forgotten and stays so, or had no state to drop
 local marker, counters, update_log, versions, restored = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local store_epoch, generation, log_cap, least = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local store_id, generation, log_cap, least = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local HEAD_KEYS, HEAD_ARGS, USER_ARGS = 5, 4, 7
 
-if redis.call('GET', marker) ~= store_epoch then
-  return {'store-epoch'}
+if redis.call('GET', marker) ~= store_id then
+  return {'store-id'}
 end
--- A restore that was held up while another one began must not write any more.
+-- A delayed restore must not write after a later one began.
 local latest = redis.call('GET', restored) or '0'
 if tonumber(latest) > tonumber(generation) then
   return {'overtaken', latest}
@@ -30,7 +30,7 @@ for i = HEAD_KEYS + 1, #KEYS, 3 do
   raised[#raised + 1] = string.format('%.0f', math.max(tonumber(incarnation), tonumber(ARGV[at + 1])) + 1)
   local kept = ARGV[at + 4] ~= ''
   local forgot = redis.call('HGET', KEYS[i], 'forgot')
-  -- Forgotten on request since the snapshot was taken, which incarnations tell: it does not bring them back.
+  -- A user who was forgotten after the snapshot, by the incarnations, stays forgotten.
   local returns = kept and not (forgot and tonumber(ARGV[at + 1]) < tonumber(forgot))
   returning[#returning + 1], forgotten[#forgotten + 1] = returns, forgot
   reply[#reply + 1] = (returns or not kept and redis.call('HEXISTS', KEYS[i], 'state') == 1) and 1 or 0
@@ -41,14 +41,14 @@ for i = HEAD_KEYS + 1, #KEYS, 3 do
   at = at + USER_ARGS + tonumber(ARGV[at + 6])
 end
 
--- First write: it fails, with nothing written, when `counters` is no hash of numbers or memory is full.
+-- First write: fails, with nothing written, if `counters` is not a hash of numbers or memory is full.
 if applied < least then
   redis.call('HINCRBY', counters, 'applied', string.format('%.0f', least - applied))
   redis.call('HINCRBY', counters, 'enqueued', string.format('%.0f', least - applied))
   undone = undone + least - applied
   applied = least
 end
--- Applied is what versions say and what has no effect any more.
+-- applied = Σ versions + forgotten
 redis.call('HINCRBY', counters, 'forgotten', string.format('%.0f', undone))
 redis.call('SET', restored, generation)
 at = HEAD_ARGS + 1

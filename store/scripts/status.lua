@@ -1,8 +1,7 @@
--- How one partition is doing, in one look; writes nothing.
--- KEYS  events, owner, counters, dead_letters
+-- Status of one partition at one moment; writes nothing.
+-- KEYS  events, counters, dead_letters
 -- ARGV  group, names of counters
--- Reply waiting, pending, consumers, owner or false, ms that the oldest event has waited or -1, dead letters,
---       value of each counter or false
+-- Reply waiting, pending, consumers, age of the oldest event in ms or -1, dead letters, value of each counter or false
 local pending, consumers = 0, 0
 local group = redis.pcall('XPENDING', KEYS[1], ARGV[1])
 if not group.err then
@@ -17,9 +16,9 @@ if #oldest > 0 then
   age = math.max(0, now[1] * 1000 + math.floor(now[2] / 1000) - stored_ms)
 end
 local reply = {
-  redis.call('XLEN', KEYS[1]), pending, consumers, redis.call('GET', KEYS[2]), age, redis.call('XLEN', KEYS[4]),
+  redis.call('XLEN', KEYS[1]), pending, consumers, age, redis.call('XLEN', KEYS[3]),
 }
 for place = 2, #ARGV do
-  reply[#reply + 1] = redis.call('HGET', KEYS[3], ARGV[place])
+  reply[#reply + 1] = redis.call('HGET', KEYS[2], ARGV[place])
 end
 return reply

@@ -1,7 +1,7 @@
--- Strike users out of the members of the current epoch; to services that serve it, it stays the same one.
+-- Remove users from the members of the current epoch; its number and stamp do not change.
 -- KEYS  epoch
 -- ARGV  user ids
--- Reply how many of them were members
+-- Reply number of them that were members
 local stored = redis.call('HGET', KEYS[1], 'members')
 if not stored then
   return 0
@@ -17,7 +17,7 @@ for _, user_id in ipairs(members) do
   end
 end
 if #kept < #members then
-  -- An empty table would be written as an object.
+  -- cjson encodes an empty table as an object.
   redis.call('HSET', KEYS[1], 'members', #kept > 0 and cjson.encode(kept) or '[]')
 end
 return #members - #kept

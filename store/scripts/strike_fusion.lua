@@ -1,7 +1,7 @@
--- Strike users out of what fusion knows of its sources. Services are told, since they hold the profiles.
+-- Remove users from the sources of the fusion model, and notify services, which hold the profiles.
 -- KEYS  fusion, fusion_sources, epoch, epoch_log
 -- ARGV  log cap, new stamp, then user ids
--- Reply how many of them were named
+-- Reply number of them that were sources
 local fusion, fusion_sources = KEYS[1], KEYS[2]
 local wanted, struck, tokens = {}, {}, {}
 for i = 3, #ARGV do
@@ -28,7 +28,7 @@ local number = redis.call('HGET', KEYS[3], 'number') or '0'
 redis.call('XLEN', KEYS[4])
 
 if #kept < #sources then
-  -- An empty table would be written as an object.
+  -- cjson encodes an empty table as an object.
   redis.call('HSET', fusion, 'sources', #kept > 0 and cjson.encode(kept) or '[]', 'stamp', ARGV[2])
   redis.call('HINCRBY', fusion, 'struck', #sources - #kept)
 end

@@ -1,7 +1,7 @@
--- Delete the transfer jobs that name users, whatever they are at, with what came of them.
+-- Delete the transfer jobs that name users, in any state, and their results.
 -- KEYS  transfer_jobs, transfer_results
 -- ARGV  user ids
--- Reply how many jobs there were
+-- Reply number of jobs deleted
 local wanted, struck = {}, {}
 for _, user_id in ipairs(ARGV) do
   wanted[user_id] = true
@@ -9,7 +9,7 @@ end
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local sound, job = pcall(cjson.decode, all[i + 1])
-  -- One that cannot be read may name anybody.
+  -- A damaged job may name any user.
   local named = not sound or type(job) ~= 'table' or type(job.users) ~= 'table'
   if not named then
     for user_id in pairs(job.users) do

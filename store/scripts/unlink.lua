@@ -1,7 +1,7 @@
--- Delete keys of a namespace that was deleted, unless another one has begun under its name since.
--- KEYS  namespace or marker, whichever lies in the slot of the keys, then the keys
--- ARGV  store epoch of the deleted namespace, 'namespace' | 'marker': which it is
--- Reply 1 | 0 when they are another's: nothing was deleted then
+-- Delete keys of a deleted namespace, unless a new one of its name exists.
+-- KEYS  namespace or marker, whichever is in the slot of the keys, then the keys
+-- ARGV  store id of the deleted namespace, 'namespace' | 'marker': the kind of the first key
+-- Reply 1 | 0 if the keys are of another namespace: nothing was deleted
 local guard = redis.call('GET', KEYS[1])
 if ARGV[2] == 'marker' then
   if guard and guard ~= ARGV[1] then

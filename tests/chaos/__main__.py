@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: hurt real processes for a while, and see whether anything was lost or counted twice."""
+"""`python -m tests.chaos`: inject faults into real processes and check that no event is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from models.threads import use_threads
+from metaban.models.numerics.hardware import use_threads
 from tests.chaos.catalogue import BY_NAME, FAULTS, Fault
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.chaos.run import Row
 
-#: Wide enough for the table, also where there is no terminal.
+#: Wide enough for the table, even without a terminal.
 stdout = Console(highlight=False, soft_wrap=True, width=112)
 stderr = Console(stderr=True, highlight=False)
 COLOURS = {"holds": "green", "BROKEN": "red"}
-#: What a fault takes beside hurting: processes start, and everything settles before the audit.
+#: Time of a fault besides the injection: start of the processes and the wait before the audit.
 SETTLE_S = 4.0
-#: Problems of one fault that are printed; the JSON has all.
+#: Most problems printed per fault; the JSON has all.
 PROBLEMS_SHOWN = 12
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=1, help="How long all faults together may take, about.")] = 600,
-    seed: Annotated[int | None, typer.Option(help="What is random is random by it; printed when left out.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Approximate time of all faults together.")] = 600,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the random generator; by default a new one, which is printed.")
+    ] = None,
     only: Annotated[str, typer.Option(help="Names of faults, separated by commas.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
 ) -> None:
-    """Exit with 1 when an invariant is broken; logs and data are kept then."""
+    """Exit with 1 when an invariant is violated; logs and data are then kept."""
     wanted = [name for name in (part.strip() for part in only.split(",")) if name]
     if unknown := sorted(set(wanted) - BY_NAME.keys()):
-        stderr.print(f"no such fault: {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
+        stderr.print(f"unknown fault: {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
         raise typer.Exit(2)
     chosen = [BY_NAME[name] for name in wanted] or list(FAULTS)
     seed = random.randrange(10**6) if seed is None else seed
@@ -55,16 +57,16 @@ def main(
 
 
 def run_all(faults: list[Fault], *, seconds: float, seed: int) -> list[Row]:
-    """One fault after the other, each with its share of the time."""
+    """Run the faults one after the other, each with its share of the time."""
     deadline = time.monotonic() + seconds
     rows = []
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         for place, fault in enumerate(faults):
             stderr.print(f"[bold]{fault.name}[/]  {escape(fault.about)}")
-            # Of what is left, so that all of it together takes the time that was asked for.
+            # A share of the remaining time, so that the whole run takes the time asked for.
             left_s = deadline - time.monotonic()
             share_s = left_s * fault.share / sum(later.share for later in faults[place:])
-            rows.append(fault.run(nursery, seconds=max(1.0, share_s - SETTLE_S), seed=seed, timed=True))
+            rows.append(fault.run(fork_server, seconds=max(1.0, share_s - SETTLE_S), seed=seed, timed=True))
             row = rows[-1]
             stderr.print(f"  [{COLOURS[row.verdict]}]{row.verdict}[/] after {row.seconds:.0f} s")
     return rows
@@ -74,12 +76,12 @@ def table_of(rows: list[Row]) -> Table:
     """One row a fault."""
     table = Table(box=None, pad_edge=False)
     for name in (
-        "fault", "kills", "accepted", "applied", "duplicates\nrefused", "lost", "twice", "innocents\nburied",
+        "fault", "kills", "accepted", "applied", "duplicates\nrefused", "lost", "twice", "valid dead\nletters",
         "seconds", "verdict",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name in ("fault", "verdict") else "right", no_wrap=True)
     for row in rows:
-        counts = (row.kills, row.accepted, row.applied, row.duplicates, row.lost, row.twice, row.innocents)
+        counts = (row.kills, row.accepted, row.applied, row.duplicates, row.lost, row.twice, row.valid_dead_letters)
         colour = COLOURS[row.verdict]
         table.add_row(
             row.fault, *(f"{value:,}" for value in counts), f"{row.seconds:.0f}", f"[{colour}]{row.verdict}[/]"
@@ -88,7 +90,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def show(row: Row) -> None:
-    """What the table has no column for."""
+    """Print what the table has no column for."""
     for note in row.notes:
         stdout.print(f"{row.fault}: {note}", markup=False)
     for problem in row.problems[:PROBLEMS_SHOWN]:

@@ -1,4 +1,4 @@
-"""A deployment to hurt: a Valkey, servers and workers, each a process that can be killed, stalled and armed.
+"""A deployment for faults: a Valkey, servers and workers, each a process that can be killed, stopped and armed.
 
 With `keep()` whatever dies is started again, as an orchestrator would: faults then only have to kill.
 """
@@ -23,16 +23,16 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from store.valkey_process import binary, configuration
-from tests.chaos.nursery import Child, Nursery
+from metaban.store.valkey.process import binary, configuration
+from tests.chaos.fork_server import Child, ForkServer
 
 AppendFsync = Literal["everysec", "always"]
-#: Longest wait for something that has to happen, on a slow and busy machine.
-PATIENCE_S = 90.0
+#: Longest wait for a condition on a slow and busy machine.
+WAIT_TIMEOUT_S = 90.0
 POLL_S = 0.02
-#: Pause before something dead is started again: what cannot start must not keep a core busy.
+#: Pause before a dead process is started again, so that one that cannot start does not keep a core busy.
 RESTART_PAUSE_S = 0.05
-#: Fewer partitions than the default: workers meet more often. A narrow learner: it is not what is tested.
+#: Few partitions, so that workers interact more often; a narrow learner, because it is not what is tested.
 SETTINGS: Mapping[str, str] = {
     "METABAN_PARTITIONS": "4",
     "METABAN_SAMPLES_KEPT": "2048",
@@ -43,25 +43,25 @@ SETTINGS: Mapping[str, str] = {
 }
 
 
-class Impatient(Exception):
-    """Something that has to happen did not."""
+class WaitTimeout(Exception):
+    """A condition did not become true in time."""
 
 
-def wait_until(holds: Callable[[], object], what: str, *, patience_s: float = PATIENCE_S) -> float:
-    """Wait for a condition; the seconds it took. A store that is away is waited for too."""
+def wait_until(holds: Callable[[], object], what: str, *, timeout_s: float = WAIT_TIMEOUT_S) -> float:
+    """Wait for a condition, also through an outage of the store; returns the seconds it took."""
     start = time.monotonic()
     while True:
         with suppress(redis.RedisError, OSError):
             if holds():
                 return time.monotonic() - start
-        if time.monotonic() - start > patience_s:
-            raise Impatient(f"{what}: not within {patience_s:g} s")
+        if time.monotonic() - start > timeout_s:
+            raise WaitTimeout(f"{what}: not within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
 @final
 class Valkey:
-    """The store, told what the private one of `metaban serve` is told."""
+    """The store, with the settings of the private one of `metaban serve`."""
 
     def __init__(self, folder: Path, appendfsync: AppendFsync) -> None:
         self.data = folder / "valkey"
@@ -83,24 +83,24 @@ class Valkey:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start, and wait until the data is loaded."""
+        """Start it and wait until the data is loaded."""
         self.socket.unlink(missing_ok=True)
-        # Not from a path of our own: the server refuses a directory that it cannot enter, which is the check we want.
+        # Not from a path of this process: the server refuses a directory it cannot enter, which is the check wanted.
         process = self._process = subprocess.Popen(
             [binary(), self._config], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
         )
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
         while True:
             try:
                 self.client.ping()
                 return
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise Impatient(f"the store does not start: see {self.log}") from None
+                    raise WaitTimeout(f"the store does not start: see {self.log}") from None
                 time.sleep(POLL_S / 4)
 
     def kill(self) -> None:
-        """kill -9, at a time that is remembered."""
+        """Kill it (SIGKILL) and record the time."""
         if self._process is not None:
             self._process.kill()
             self.kills.append(time.monotonic())
@@ -115,7 +115,7 @@ class Valkey:
 
 @final
 class Node:
-    """A server or a worker: started, killed and started again under the same name."""
+    """A server or worker that can be killed and started again under the same name."""
 
     def __init__(self, deployment: Deployment, kind: Literal["server", "worker"], number: int) -> None:
         self.name = f"{kind}-{number}"
@@ -137,11 +137,11 @@ class Node:
 
     @property
     def killed(self) -> bool:
-        """Whether it is dead by kill -9, of ours or of a failpoint."""
+        """Whether SIGKILL ended it, from a fault or a failpoint."""
         return self.child is not None and self.child.status == -signal.SIGKILL
 
     def start(self, failpoints: str = "") -> Child:
-        """Start it; with failpoints for this one life."""
+        """Start it, with failpoints until it ends."""
         with self._changing:
             self._said = self.log.stat().st_size if self.log.exists() else 0
             environment = {**self._deployment.settings, **self.environment, "REDIS_URL": self._deployment.store_url}
@@ -151,42 +151,42 @@ class Node:
                 environment["METABAN_FAILPOINTS"] = armed
             command = ["serve", "--no-worker", "--port", "0"] if self._kind == "server" else ["worker"]
             self.url = ""
-            self.child = self._deployment.nursery.spawn(command, environment, self.log)
+            self.child = self._deployment.fork_server.spawn(command, environment, self.log)
             return self.child
 
     def wait_ready(self) -> None:
-        """Wait until it says that it works."""
+        """Wait until it is ready."""
 
         def holds() -> bool:
             if not self.alive:
-                raise Impatient(f"{self.name} ended: see {self.log}")
+                raise WaitTimeout(f"{self.name} ended: see {self.log}")
             return self.ready()
 
         wait_until(holds, f"{self.name} starts (see {self.log})")
 
     def ready(self) -> bool:
-        """Whether it has said that it works, in this life."""
+        """Whether it is ready since its last start."""
         if self._kind == "worker":
-            return "worker ready" in self.said()
+            return "worker_ready" in self.said()
         if not self.url:
             found = re.search(r"service\s+(http://\S+)\n", self.said())
             self.url = found.group(1) if found else ""
         return bool(self.url)
 
     def said(self) -> str:
-        """What it has written in this life."""
+        """Its log since its last start."""
         with self.log.open("rb") as log:
             log.seek(self._said)
             return log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """kill -9, and wait for the end."""
+        """Kill it (SIGKILL) and wait for its end."""
         if self.child is not None:
             self.child.send(signal.SIGKILL)
-            self.child.wait(PATIENCE_S)
+            self.child.wait(WAIT_TIMEOUT_S)
 
     def arm(self, failpoints: str) -> None:
-        """Have the next life end at a failpoint, and begin it."""
+        """Restart it with a failpoint that ends it."""
         with self._changing:
             self._armed = failpoints
         self.kill()
@@ -198,20 +198,20 @@ class Node:
 
 @final
 class Deployment:
-    """All processes of one fault, in a folder of their own."""
+    """All processes of one fault, in their own folder."""
 
     def __init__(
         self,
-        nursery: Nursery,
+        fork_server: ForkServer,
         *,
         servers: int = 1,
         workers: int = 1,
         appendfsync: AppendFsync = "always",
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        # Short: the address of a socket holds about 100 bytes.
+        # Short, because the path of a unix socket has at most about 100 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="mb-chaos-"))
-        self.nursery = nursery
+        self.fork_server = fork_server
         self.settings = {**SETTINGS, "METABAN_DATA_DIR": str(self.folder / "data"), **(settings or {})}
         self.valkey = Valkey(self.folder, appendfsync)
         self.store_url = f"unix://{self.valkey.socket}"
@@ -241,29 +241,29 @@ class Deployment:
 
     @property
     def kills(self) -> int:
-        """Processes that died by kill -9, and were started again or not."""
+        """Number of processes ended by SIGKILL."""
         dead = sum(node.killed for node in self.nodes)
         return len(self.valkey.kills) + sum(node.kills for node in self.nodes) + dead
 
     def urls(self) -> list[str]:
-        """Where there is a server now."""
+        """URLs of the running servers."""
         return [node.url for node in self.servers if node.alive and node.ready()]
 
     def start(self, *, workers: bool = True) -> None:
-        """Start everybody and wait until they work."""
+        """Start all processes and wait until they are ready."""
         for node in self.servers + (self.workers if workers else []):
             node.start()
         for node in self.servers + (self.workers if workers else []):
             node.wait_ready()
 
     def keep(self) -> None:
-        """From now on, start again whatever dies."""
+        """From now on, restart processes that end."""
         self._keeping.set()
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
         self._keeper.start()
 
     def unkeep(self) -> None:
-        """Let the dead be dead."""
+        """Restart no process any more."""
         self._keeping.clear()
         if self._keeper is not None:
             self._keeper.join()
@@ -272,12 +272,12 @@ class Deployment:
     def _keep(self) -> None:
         while self._keeping.is_set():
             if not self.valkey.alive:
-                with suppress(Impatient):
+                with suppress(WaitTimeout):
                     self.valkey.start()
             for node in self.nodes:
                 if node.wanted and not node.alive:
                     node.kills += node.killed
-                    # Without a store it would end at once, and burn a core that others need.
+                    # Without a store it would end at once and keep a core busy.
                     if self.valkey.alive:
                         node.start()
                     else:
@@ -285,7 +285,7 @@ class Deployment:
             time.sleep(RESTART_PAUSE_S)
 
     def close(self) -> None:
-        """End everything; the folder stays when it is needed."""
+        """End all processes; the folder is kept if needed."""
         self.unkeep()
         for node in self.nodes:
             node.send(signal.SIGCONT)

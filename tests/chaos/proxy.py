@@ -1,4 +1,4 @@
-"""A network that fails: stands between two processes, and loses, cuts and delays as it is told."""
+"""A proxy between two processes that delays, drops and cuts connections."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ CHUNK_BYTES = 65_536
 
 @final
 @dataclass
-class Weather:
-    """What happens to traffic; may be changed while it flows."""
+class NetworkFaults:
+    """Faults of the proxy; may be changed at any time."""
 
-    #: Seconds that every chunk takes, in both directions.
+    #: Delay of every chunk in both directions, in seconds.
     delay_s: float = 0.0
-    #: Probability, a chunk of replies, that the connection is cut instead: the requests were executed.
+    #: Probability per chunk of replies that the connection is cut instead; the requests were executed.
     reply_lost: float = 0.0
-    #: Probability, a chunk in either direction, that the connection is cut before it is passed on.
+    #: Probability per chunk in either direction that the connection is cut before it is forwarded.
     cut: float = 0.0
-    #: Nothing is passed on, and nobody is told.
-    swallowed: bool = False
+    #: Chunks are dropped silently.
+    dropped: bool = False
 
 
 @final
 class Proxy:
-    """Listens on a socket of its own and passes everything on to another, or to a port, weather permitting."""
+    """Listens on a unix socket and forwards to another socket or port, with the faults of `NetworkFaults`."""
 
     def __init__(self, socket: Path, upstream: Path | tuple[str, int], rng: random.Random) -> None:
         self.socket = socket
-        self.weather = Weather()
+        self.faults = NetworkFaults()
         self.cuts = 0
         self._upstream = upstream
         self._rng = rng
@@ -62,7 +62,7 @@ class Proxy:
         self._loop.close()
 
     def cut_all(self) -> None:
-        """Cut every connection there is."""
+        """Cut all open connections."""
         self._loop.call_soon_threadsafe(self._cut, list(self._writers))
 
     async def _close(self) -> None:
@@ -89,7 +89,7 @@ class Proxy:
             asyncio.create_task(self._pass_on(reader, far_writer, replies=False)),
             asyncio.create_task(self._pass_on(far_reader, writer, replies=True)),
         ]
-        # When one direction has ended, the other one has to.
+        # When one direction ends, end the other too.
         with suppress(asyncio.CancelledError):
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
@@ -105,12 +105,12 @@ class Proxy:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
         with suppress(OSError):
             while chunk := await reader.read(CHUNK_BYTES):
-                weather = self.weather
-                if weather.delay_s:
-                    await asyncio.sleep(weather.delay_s)
-                if self._rng.random() < (weather.cut + weather.reply_lost if replies else weather.cut):
+                faults = self.faults
+                if faults.delay_s:
+                    await asyncio.sleep(faults.delay_s)
+                if self._rng.random() < (faults.cut + faults.reply_lost if replies else faults.cut):
                     self.cuts += 1
                     break
-                if not weather.swallowed:
+                if not faults.dropped:
                     writer.write(chunk)
                     await writer.drain()

@@ -1,4 +1,4 @@
-"""One fault on its way: how long it may take, what it is random by, what it found."""
+"""One run of a fault: its time limit, its random generator and its results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from tests.chaos.auditor import Findings, audit
+from tests.chaos.clients import Load, SentEvents
 from tests.chaos.deployment import AppendFsync, Deployment
-from tests.chaos.ledger import Ledger, Load
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
+from tests.chaos.store_audit import Findings, audit
 
 
 @final
 @dataclass
 class Row:
-    """What is said of a fault."""
+    """The results of a fault."""
 
     fault: str
     kills: int = 0
@@ -29,16 +29,16 @@ class Row:
     duplicates: int = 0
     lost: int = 0
     twice: int = 0
-    innocents: int = 0
+    valid_dead_letters: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    #: Folders with logs and data, kept when something is wrong.
+    #: Folders with logs and data, kept when an invariant is violated.
     kept: list[str] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
-        return not (self.problems or self.lost or self.twice or self.innocents)
+        return not (self.problems or self.lost or self.twice or self.valid_dead_letters)
 
     @property
     def verdict(self) -> str:
@@ -50,20 +50,20 @@ class Row:
 
 @final
 class Run:
-    """What a fault is given."""
+    """Passed to a fault: deployments, clients, time and checks."""
 
-    def __init__(self, fault: str, nursery: Nursery, *, seconds: float, seed: int, timed: bool = False) -> None:
-        """`timed`: times that are aimed at have to be kept, which a machine busy with other tests may not."""
+    def __init__(self, fault: str, fork_server: ForkServer, *, seconds: float, seed: int, timed: bool = False) -> None:
+        """`timed`: check time limits too; a machine busy with other tests may miss them."""
         self._timed = timed
         self.rng = random.Random(f"{fault}:{seed}")
         self.seconds = seconds
         self.row = Row(fault)
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._started = time.monotonic()
         self._deadline: float | None = None
 
     def going(self) -> bool:
-        """Whether there is time left; it starts to run when this is first asked, with everything in place."""
+        """Whether there is time left; the time starts with the first call."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.seconds
         return time.monotonic() < self._deadline
@@ -77,9 +77,9 @@ class Run:
         appendfsync: AppendFsync = "always",
         settings: Mapping[str, str] | None = None,
     ) -> Iterator[Deployment]:
-        """Processes to hurt; their logs and data stay when an invariant is broken."""
+        """A deployment for the fault; its logs and data are kept when an invariant is violated."""
         deployment = Deployment(
-            self._nursery, servers=servers, workers=workers, appendfsync=appendfsync, settings=settings
+            self._fork_server, servers=servers, workers=workers, appendfsync=appendfsync, settings=settings
         )
         try:
             with deployment:
@@ -91,25 +91,25 @@ class Run:
                 self.row.kept.append(str(deployment.folder))
 
     @contextmanager
-    def load(self, deployment: Deployment, ledger: Ledger, **options: Any) -> Iterator[Load]:
-        """Clients that work while the fault is done to the deployment, and finish after it."""
-        load = Load(ledger, deployment.urls, self.rng, **options)
+    def load(self, deployment: Deployment, sent: SentEvents, **options: Any) -> Iterator[Load]:
+        """Clients that send requests during the fault and finish after it."""
+        load = Load(sent, deployment.urls, self.rng, **options)
         load.start()
         try:
             yield load
         finally:
             load.stop()
 
-    def close_books(self, deployment: Deployment, ledger: Ledger, **options: Any) -> Findings:
-        """Audit, and take what was found into the row."""
-        findings = audit(deployment.valkey.client, ledger, **options)
+    def audit_store(self, deployment: Deployment, sent: SentEvents, **options: Any) -> Findings:
+        """Audit the store and add the result to the row."""
+        findings = audit(deployment.valkey.client, sent, **options)
         row = self.row
         row.accepted += findings.acknowledged
         row.applied += findings.applied
-        row.duplicates += ledger.duplicates_refused
+        row.duplicates += sent.duplicates_refused
         row.lost += findings.lost
         row.twice += findings.twice
-        row.innocents += findings.innocents
+        row.valid_dead_letters += findings.valid_dead_letters
         row.problems += findings.problems
         return findings
 
@@ -117,12 +117,12 @@ class Run:
         self.row.notes.append(text)
 
     def expect(self, holds: object, problem: str) -> None:
-        """An invariant of this fault alone."""
+        """Check an invariant of this fault."""
         if not holds:
             self.row.problems.append(problem)
 
     def aim(self, times_s: Sequence[float], most_s: float, what: str) -> None:
-        """How long something took each time, and how long it may."""
+        """Record durations and their limit."""
         self.note(f"{what} after {', '.join(f'{took:.1f}' for took in times_s)} s")
         if max(times_s) > most_s:
             missed = f"{what} after {max(times_s):.1f} s, not within {most_s:g} s"
@@ -132,7 +132,7 @@ class Run:
                 self.note(missed)
 
     def finish(self, work: Callable[[Run], None]) -> Row:
-        """Do it; whatever it raises is a broken invariant too."""
+        """Run the fault; an exception is a violated invariant too."""
         try:
             work(self)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The examples of the document, sent to a new service in the order in which it says that they can be."""
+"""The examples of the OpenAPI document work on a new service in the documented order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.deployment import Deployment
-from service.examples import MENU, TRANSFER_EXAMPLES
+from metaban.service.http.schemas.examples import MENU, TRANSFER_EXAMPLES
+from metaban.service.process.local_deployment import Deployment
 
 JSON, LINES = "application/json", "application/x-ndjson"
-#: Calls that take a body, in the order of the story: an arm before it is chosen, a decision before its reward, and in
-#: the end what changes how the others are answered.
+#: Calls with a body, in an order that works: an arm before it is chosen, a decision before its reward, and last the
+#: calls that change how others are answered.
 STORY = (
     "POST /admin/namespaces",
     "POST /admin/arms",
@@ -27,17 +27,17 @@ STORY = (
     "POST /admin/transfer",
     "PATCH /admin/config",
 )
-#: Calls whose paths name what is there after the story. Ids of letters, jobs and snapshots are made by the service, and
-#: their examples show only what they look like.
+#: Calls whose paths name things that exist after those calls. Ids of letters, jobs and snapshots are made by the
+#: service; their examples only show the form.
 AFTERWARDS = (
     "POST /decisions/{decision_id}/activate",
     "GET /admin/arms/{arm_id}",
     "GET /admin/users/{user_id}",
     "GET /admin/namespaces/{name}",
 )
-#: Examples of features in another form, and the namespace that they say they are for.
+#: Examples of features in another form, and the namespace they name.
 ELSEWHERE = {("POST /recommend", "lists"): "news"}
-#: Says that it waits until clusters are told apart, which takes many more users than the story has.
+#: Says that it waits until clusters are found, which takes many more users than this test has.
 WITH_A_CROWD = TRANSFER_EXAMPLES["cluster"]["value"]
 
 
@@ -56,7 +56,7 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def bodies(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Each example of what a call takes: its name, its media type and itself."""
+    """The request examples of an operation: name, media type and value."""
     for media, content in operation["requestBody"]["content"].items():
         if "example" in content:
             yield "", media, content["example"]
@@ -68,7 +68,7 @@ def bodies(document: dict[str, Any], operation: dict[str, Any]) -> Iterator[tupl
 
 
 def path_of(called: str, operation: dict[str, Any]) -> str:
-    """The path, with the examples of what it names."""
+    """The path with its parameters replaced by their examples."""
     path = called.partition(" ")[2]
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
@@ -76,8 +76,8 @@ def path_of(called: str, operation: dict[str, Any]) -> str:
     return path
 
 
-def learn_enough(client: httpx.Client) -> None:
-    """What the example of transfer says that it needs: rewards of the target and of its sources."""
+def send_rewards_for_transfer(client: httpx.Client) -> None:
+    """Send the rewards that the transfer example needs: of the target and its sources."""
     for user, rewards in {"ada": 30, "ben": 5, "cleo": 5, "dan": 5, "eve": 5}.items():
         for number in range(rewards):
             asked = {"user_id": user, "arms": list(MENU), "decision_id": f"{user}-{number}"}
@@ -93,10 +93,10 @@ def test_the_examples_can_be_sent_one_after_the_other(client: httpx.Client) -> N
     already: list[Any] = []
     for called in STORY:
         if called == "POST /admin/transfer":
-            learn_enough(client)
+            send_rewards_for_transfer(client)
         for name, media, body in bodies(document, calls[called]):
             if called in {"POST /admin/arms", "POST /admin/namespaces"} and body in already:
-                continue  # the model shows one that the call shows too, and what is made once is there
+                continue  # created already by the same example of the schema
             already.append(body)
             sent = {"content": body, "headers": {"Content-Type": media}} if media == LINES else {"json": body}
             namespace = ELSEWHERE.get((called, name))

@@ -1,4 +1,4 @@
-"""Stopped under load: every request that was taken is answered, and nothing acknowledged is lost."""
+"""A stop under load: every accepted request is answered and no acknowledged reward is lost."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from bench.deployment import Deployment
+from metaban.service.process.local_deployment import Deployment
 
 WAIT_S = 30.0
 CLIENTS = 8
 
 
 class Line:
-    """One connection, spoken by hand: what was sent and what came back are counted exactly."""
+    """A raw HTTP connection that counts requests and answers exactly."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = socket.create_connection(address, timeout=WAIT_S)
         self._file = self._socket.makefile("rb")
         self.said_close = False
+        #: Whether an answer came. Without one, the connection may not have been accepted before the listener closed.
+        self.answered = False
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, object]]:
         """One request and its complete answer; ConnectionError when there is none."""
@@ -39,6 +41,7 @@ class Line:
         while line := self._file.readline().strip():
             name, _, value = line.partition(b":")
             headers[name.lower()] = value.strip()
+        self.answered = True
         self.said_close = headers.get(b"connection") == b"close"
         length = int(headers[b"content-length"])
         answer = self._file.read(length)
@@ -52,7 +55,7 @@ class Line:
 
 
 class Load:
-    """Clients that ask and reward until nobody listens any more."""
+    """Clients that send decisions and rewards until the service refuses connections."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -86,7 +89,7 @@ class Load:
     def _connect(self) -> Line | None:
         try:
             return Line(self._address)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):
             return None
         except OSError as error:
             self._complain(f"connecting: {error!r}")
@@ -112,13 +115,13 @@ class Load:
             try:
                 self.ready.append(line.ask("GET", "/health/ready")[0])
             except OSError as error:
-                self._complain(f"probing: {error!r}")
+                self._complain_of(line, f"probing: {error!r}")
                 return
             line.close()
             time.sleep(0.01)
 
     def _ask(self, line: Line) -> bool:
-        """One decision, and its reward while the connection lasts; whether the client should go on."""
+        """Request a decision and send its reward; returns whether the client should go on."""
         arms = [{"id": "a", "features": [1.0, 0.0]}, {"id": "b", "features": [0.0, 1.0]}]
         late = self._told_to_stop.is_set()
         try:
@@ -133,13 +136,18 @@ class Load:
                 if not rewarded:
                     self._complain(f"{status} {answer}")
         except OSError as error:
-            self._complain(f"asking: {error!r}")
+            self._complain_of(line, f"asking: {error!r}")
             return False
         with self._lock:
             self.answered += 1
             self.after_the_signal += late
             self.rewarded += [decision] if rewarded else []
         return True
+
+    def _complain_of(self, line: Line, what: str) -> None:
+        """Report a lost connection, unless it was made while the listener closed and never accepted."""
+        if line.answered or not self._told_to_stop.is_set():
+            self._complain(what)
 
     def _complain(self, what: str) -> None:
         with self._lock:
@@ -154,7 +162,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("drain_s", ["1", "0"])
-def test_under_load(tmp_path: Path, drain_s: str) -> None:
+def test_a_stop_under_load_answers_every_accepted_request(tmp_path: Path, drain_s: str) -> None:
     service = Deployment(tmp_path, {"METABAN_DRAIN_S": drain_s, "METABAN_LOG_LEVEL": "warning"})
     with service:
         load = Load(service.url)
@@ -166,7 +174,7 @@ def test_under_load(tmp_path: Path, drain_s: str) -> None:
     assert load.wrong == []
     if drain_s == "1":
         assert load.after_the_signal > CLIENTS, "requests are still served while draining"
-        assert 503 in load.ready, "and balancers are told"
+        assert 503 in load.ready, "the readiness probe fails, for load balancers"
         assert load.ready == sorted(load.ready), "once it is draining it does not become ready again"
     with service, httpx.Client(base_url=service.url, timeout=WAIT_S) as client:
         events = [{"decision_id": decision, "reward": 1} for decision in load.rewarded]
@@ -174,3 +182,17 @@ def test_under_load(tmp_path: Path, drain_s: str) -> None:
             part = events[start : start + 1_000]
             answer = client.post("/feedback", json={"events": part}).json()
             assert (answer["duplicates"], answer["rejected"]) == (len(part), [])
+
+
+def test_a_stop_is_logged_from_the_signal_to_the_end(tmp_path: Path) -> None:
+    with Deployment(tmp_path) as service:
+        assert httpx.get(f"{service.url}/nothing", timeout=WAIT_S).status_code == 404
+        until(lambda: "worker_ready" in service.log())
+        assert service.stop() == 0
+        lines = [json.loads(line) for line in service.log().splitlines() if line.startswith("{")]
+    events = [line["event"] for line in lines]
+    stop = ["service_draining", "worker_stopping", "worker_stopped", "worker_process_stopped", "service_stopped"]
+    assert [event for event in events if event in stop] == stop
+    assert lines[events.index("service_draining")]["seconds"] == 0
+    assert events[-1] == "service_stopped"
+    assert lines[events.index("request")]["logger"] == "metaban.service.http.request_context"

@@ -1,4 +1,4 @@
-"""Forgetting in real processes: afterwards nothing holds the user but a tombstone, wherever one looks."""
+"""Forgetting in real processes: afterwards only a tombstone of the user is left in store, logs and files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from bench.deployment import Deployment
-from store.codec import Sample
-from store.connection import connect
-from store.fusion import FusionRecord, FusionSource, FusionStore
-from store.keys import NamespaceKeys
-from store.namespaces import Namespaces
-from store.rewards import RewardEvent
-from store.starts import Start
-from store.transfer import TransferQuestion, TransferStore
-from tests.end_to_end.test_loop import PATIENT_WAITS
+from metaban.service.process.local_deployment import Deployment
+from metaban.store.client.connection import connect
+from metaban.store.codec import Sample
+from metaban.store.events.event import RewardEvent
+from metaban.store.keys import NamespaceKeys
+from metaban.store.namespaces import NamespaceStore
+from metaban.store.shared.fusion import FusionRecord, FusionSource, FusionStore
+from metaban.store.shared.transfer import TransferQuestion, TransferStore
+from metaban.store.users.warm_starts import StoredWarmStart
 
 USERS = ("anna.q7x-kowalska", "bela.z3v-lugosi", "carl.w9k-sagan")
 INPUTS = 3
@@ -40,9 +39,8 @@ TOMBSTONE_PLACES = 3
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    """A service whose candidate pool is smaller than its number of users, and which logs all it can."""
+    """A service with a candidate pool smaller than its number of users and full logging."""
     settings = {
-        **PATIENT_WAITS,
         "METABAN_PRESET": "paper",
         "METABAN_WIDTH": "6",
         "METABAN_PARTITIONS": str(KEYS.partitions),
@@ -55,7 +53,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 def client(deployment: Deployment) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=deployment.url, timeout=30) as client:
+    with httpx.Client(base_url=deployment.url, timeout=60) as client:
         yield client
 
 
@@ -73,16 +71,16 @@ def eventually(holds: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-def telling(user: str) -> list[bytes]:
-    """Words that stand for a user, wherever they turn up."""
+def identifying_strings(user: str) -> list[bytes]:
+    """Strings that identify a user."""
     profile = profile_of(user).tobytes()
     words = [user.encode(), f"profile of {user}".encode(), f"arm-{user}".encode(), f"event-{user}".encode()]
-    # As it lies in starts (which a dump may quote), and as it is told of a source, where a slash may be escaped.
+    # As it is stored in warm starts (a dump may quote it), and as JSON has it, where a slash may be escaped.
     return [*words, profile, repr(profile)[2:-1].encode(), *b64encode(profile).split(b"/")[:1]]
 
 
 def live(client: httpx.Client, user: str, *, times: int = 4) -> None:
-    """Decisions with and without rewards, of a user who tells of themself."""
+    """Decisions with and without rewards of a user with a profile."""
     body = {
         "user_id": user,
         "arms": [{"id": f"arm-{user}-{n}", "features": [float(n), 1.0, -1.0]} for n in range(3)],
@@ -100,7 +98,7 @@ def live(client: httpx.Client, user: str, *, times: int = 4) -> None:
 
 
 def raw_event(user: str, number: int, *, reward: float = 1.0) -> dict[bytes, bytes]:
-    """An event as the service would have written it."""
+    """An event as the service writes it."""
     x = np.ones(INPUTS + 1, dtype=np.float32)
     return RewardEvent(
         f"event-{user}-raw-{number}", "decision", user, f"arm-{user}-0", x, reward, 1.0, 0, 0, 0
@@ -116,7 +114,7 @@ def waiting(valkey: Redis) -> int:
 
 
 def dump(valkey: Redis) -> dict[bytes, bytes]:
-    """Every key, with all it holds as text."""
+    """All keys with their contents as text."""
     readers: dict[bytes, Callable[[bytes], Any]] = {
         b"string": valkey.get,
         b"hash": valkey.hgetall,
@@ -133,12 +131,12 @@ def dump(valkey: Redis) -> dict[bytes, bytes]:
 
 
 def profile_of(user: str) -> np.ndarray:
-    """Numbers that nobody else has."""
+    """Features that identify a user."""
     return np.random.default_rng(list(user.encode())).normal(size=4)
 
 
 async def transfers(transfer: TransferStore) -> None:
-    """Of everyone it was asked whether the next one helps them, and answered."""
+    """A finished transfer job for every user, with the next user as a source."""
     assert await transfer.acquire_lease("test", 60_000)
     for place, user in enumerate(USERS):
         other = USERS[place - 1]
@@ -151,29 +149,30 @@ async def transfers(transfer: TransferStore) -> None:
 
 
 def warm(valkey: Redis) -> None:
-    """Everyone is a source of fusion, began with a start that names the others, and was asked about, as it is really
-    written."""
+    """Store fusion, warm starts and transfer jobs that name every user, in the formats of the service."""
     socket = valkey.connection_pool.connection_kwargs["path"]
 
     async def write() -> None:
         redis = connect(f"unix://{socket}")
         try:
-            record = await Namespaces(redis).load(KEYS.namespace)
+            record = await NamespaceStore(redis).load(KEYS.namespace)
             assert record is not None
-            fusion = FusionStore(redis, KEYS, record.store_epoch)
+            fusion = FusionStore(redis, KEYS, record.store_id)
             names = {f"token of {place}": user for place, user in enumerate(USERS)}
             sources = tuple(FusionSource(token, profile_of(user)) for token, user in names.items())
             assert await fusion.acquire_lease("test", 60_000)
             made = FusionRecord(1, {"w": np.zeros(1)}, sources, {}, 1)
             assert await fusion.publish(made, names, lease_token="test")
             await fusion.release_lease("test")
-            await transfers(TransferStore(redis, KEYS, record.store_epoch))
+            await transfers(TransferStore(redis, KEYS, record.store_id))
         finally:
             await redis.aclose()
 
     asyncio.run(write())
     for user in USERS:
-        start = Start(0, profile_of(user), 1, tuple((f"token of {place}", 1.0) for place in range(len(USERS))), 1)
+        start = StoredWarmStart(
+            0, profile_of(user), 1, tuple((f"token of {place}", 1.0) for place in range(len(USERS))), 1
+        )
         valkey.hset(KEYS.start(user), mapping={"incarnation": 0, "start": start.encode()})
 
 
@@ -182,8 +181,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def holders(places: dict[Any, bytes], user: str) -> set[Any]:
-    """Whatever holds any of the words that stand for a user, in its name or inside."""
-    words = telling(user)
+    """Keys whose name or contents identify a user."""
+    words = identifying_strings(user)
     return {
         name
         for name, content in places.items()
@@ -202,7 +201,7 @@ def check_only_a_tombstone(deployment: Deployment, valkey: Redis, user: str) -> 
     history = {name for name in found if name.startswith("valkey/appendonlydir/")}
     assert holders(found, user) <= history
     assert sum(found[name].count(user.encode()) for name in history) <= TOMBSTONE_PLACES
-    for word in telling(user)[1:]:
+    for word in identifying_strings(user)[1:]:
         assert not any(word in content for content in found.values()), word
 
 
@@ -221,7 +220,7 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     named_in = (KEYS.start(victim), KEYS.fusion, KEYS.fusion_sources, KEYS.transfer_jobs, KEYS.transfer_results)
     assert {key.encode() for key in named_in} <= held
     assert {name: len(before[victim][name]) for name in ("events", "decisions")} == {"events": 3, "decisions": 4}
-    # What is looked for below is found now: in the store under many keys, and in its file many times.
+    # The search below finds the user now: in the store under many keys, and in its file many times.
     assert len(holders(dump(valkey), victim)) > 10
     assert sum(content.count(victim.encode()) for content in files(deployment.data_dir).values()) > 10
 
@@ -246,14 +245,14 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     tombstone = client.get(f"/admin/users/{victim}", params={"events": 9}).json()
     assert (tombstone["forgotten"], tombstone["traces"], tombstone["profile"]) == (True, NOTHING_LEFT, None)
 
-    # What comes later does not bring them back: an old decision, an old event, an old event that cannot be learned.
+    # Later events do not bring them back: of an old decision, an old event, and an old event that cannot be learned.
     late = client.post("/feedback", json={"decision_id": f"decision-{USERS.index(victim)}-0", "reward": 1})
     assert (late.status_code, late.json()["type"]) == (404, "/problems/unknown-decision")
     add(valkey, raw_event(victim, 1), victim)
     add(valkey, raw_event(victim, 2, reward=7.0), victim)
     eventually(lambda: waiting(valkey) == 0, "old events dropped")
     assert client.get(f"/admin/users/{victim}", params={"events": 9}).json() == tombstone
-    # An epoch that is derived now has other members.
+    # An epoch derived now has other members.
     published = int(valkey.hget(KEYS.epoch, "number") or 0)
     for user in neighbours:
         live_again = {"decision_id": f"decision-{USERS.index(user)}-0", "reward": 0.5, "event_id": f"event-{user}-x"}
@@ -261,7 +260,7 @@ def test_nothing_is_left_but_a_tombstone(deployment: Deployment, client: httpx.C
     assert int(valkey.hget(KEYS.epoch, "number") or 0) >= published
     assert victim.encode() not in (valkey.hget(KEYS.epoch, "members") or b"")
 
-    # The old events went through the store's file once more; forgetting again takes them out.
+    # The old events went through the store's file once more; forgetting again removes them.
     assert client.delete(f"/admin/users/{victim}").json()["history"] == "rewritten"
     job = client.post("/admin/snapshots").json()["id"]
     eventually(lambda: client.get(f"/admin/jobs/{job}").json()["state"] == "done", "a snapshot")
@@ -298,21 +297,21 @@ def check_logs(deployment: Deployment) -> None:
 
 
 def test_no_log_line_names_a_user(deployment: Deployment, client: httpx.Client, valkey: Redis) -> None:
-    """Whatever is done to them, and whatever goes wrong with them."""
+    """User ids are not logged, in any operation or failure."""
     user, other, third = USERS
     live(client, user)
-    # No event brings such a reward, and no learner stays finite with it.
+    # No request can send such a reward, and no learner stays finite with it.
     kept = Sample.decode(valkey.lindex(KEYS.samples(user), -1) or b"")
     valkey.rpush(KEYS.samples(user), replace(kept, reward=1e300, key=0).encode())
     add(valkey, raw_event(user, 1), user)
     eventually(lambda: "quarantined" in deployment.log(), "a learner put back to the prior")
     valkey.xadd(KEYS.events(1 - KEYS.partition_of(user)), raw_event(user, 2))  # type: ignore[arg-type]
-    eventually(lambda: "events not applied" in deployment.log(), "an event in the wrong partition")
+    eventually(lambda: "events_failed" in deployment.log(), "an event in the wrong partition")
     valkey.hset(KEYS.user(other), mapping={"incarnation": 0, "version": 3, "epoch": 0, "state": b"damaged"})
     valkey.hset(KEYS.versions(KEYS.partition_of(other)), other, "0:3")
     body = {"user_id": other, "arms": [{"id": "a", "features": [1.0, 2.0, 3.0]}]}
     assert client.post("/recommend", json=body).status_code == 200
-    assert "cannot be read" in deployment.log()
+    assert "user_record_damaged" in deployment.log()
     job = client.post("/admin/snapshots").json()["id"]
     eventually(lambda: client.get(f"/admin/jobs/{job}").json()["state"] != "running", "a snapshot, or none")
     for path in (f"/admin/users/{user}", f"/admin/users/{user}/", f"/{user}", f"/admin/nothing/{user}?u={user}"):

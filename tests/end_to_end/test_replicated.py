@@ -1,4 +1,4 @@
-"""METABAN_DURABILITY=replicated over HTTP: a 202 outlives the primary, and a 503 claims nothing."""
+"""METABAN_DURABILITY=replicated over HTTP: a 202 survives the loss of the primary; a 503 promises nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.deployment import Deployment
-from store.keys import NamespaceKeys
+from metaban.service.process.local_deployment import Deployment
+from metaban.store.keys import NamespaceKeys
 from tests.valkeys import DURABLE, Valkey, running_pair
+
+pytestmark = pytest.mark.slow
 
 PARTITIONS = 4
 ARMS = [{"id": "a", "features": [1.0, 0.0]}, {"id": "b", "features": [0.0, 1.0]}]
@@ -25,7 +27,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Valke
 
 @pytest.fixture
 def service(tmp_path: Path, pair: tuple[Valkey, Valkey]) -> Iterator[Deployment]:
-    """Without a worker: what is enqueued stays where it can be counted."""
+    """A service without a worker, so that enqueued events stay in the streams."""
     environment = {
         "REDIS_URL": pair[0].url,
         "METABAN_DURABILITY": "replicated",
@@ -44,34 +46,34 @@ def decide(client: httpx.Client, count: int) -> list[str]:
     return decisions
 
 
-def tell(client: httpx.Client, decision: str) -> httpx.Response:
+def send_reward(client: httpx.Client, decision: str) -> httpx.Response:
     return client.post("/feedback", json={"decision_id": decision, "reward": 1.0})
 
 
-def test_what_was_acknowledged_outlives_the_primary(service: Deployment, pair: tuple[Valkey, Valkey]) -> None:
+def test_acknowledged_events_survive_the_loss_of_the_primary(service: Deployment, pair: tuple[Valkey, Valkey]) -> None:
     primary, replica = pair
     acknowledged: list[str] = []
-    with httpx.Client(base_url=service.url, timeout=30) as client:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
         decisions = decide(client, 300)
-        answer = tell(client, decisions[0])
+        answer = send_reward(client, decisions[0])
         assert (answer.status_code, answer.json()["accepted"]) == (202, 1)
 
         replica.pause()
-        for _ in range(2):  # the second time as a duplicate, which is waited for as well
-            refused = tell(client, decisions[1])
+        for _ in range(2):  # the second time as a duplicate, which waits for the replica as well
+            refused = send_reward(client, decisions[1])
             assert refused.status_code == 503, refused.text
             assert refused.headers["Retry-After"]
             assert "replicas" in refused.json()["detail"]
         assert client.get("/health/ready").status_code == 200
         assert client.post("/recommend", json={"user_id": "u", "arms": ARMS}).status_code == 200
         replica.resume()
-        answer = tell(client, decisions[1])
+        answer = send_reward(client, decisions[1])
         assert (answer.status_code, answer.json()["duplicates"]) == (202, 1)
         acknowledged += decisions[:2]
 
-        # Several at a time, so that some are between their script and their answer when the primary dies.
+        # Several at a time, so that some are between script and answer when the primary dies.
         with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(tell, client, decision) for decision in decisions[2:]]
+            answers = [pool.submit(send_reward, client, decision) for decision in decisions[2:]]
             answers[100].result()
             primary.kill()
         codes = [answer.result().status_code for answer in answers]

@@ -1,5 +1,5 @@
-"""Warm starts in real processes: users with profiles learn, a worker fuses what they learned, and a new user's first
-decision, made before any reward, is right far more often than by chance."""
+"""Warm starts in real processes: trained on users with profiles, the first decision of a new user is right far more
+often than by chance."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ import httpx
 import numpy as np
 import pytest
 
-from bench.deployment import Deployment
+from metaban.service.process.local_deployment import Deployment
 from tests.own_valkey import own_valkey
 
 SOURCES, NEW, ARMS, ROUNDS = 72, 40, 4, 4
-#: Nobody explores at random, so that first decisions say what is known.
+#: No random exploration, so that first decisions show what was learned.
 ENVIRONMENT = {"METABAN_PARTITIONS": "4", "METABAN_EPSILON": "0"}
-#: Chance alone is not this lucky once in a million runs.
+#: Chance alone is this lucky less than once in a million runs.
 LUCK = 1e-6
 TRAINED_WITHIN_S = 120.0
-#: A worker that trains as little as so few sources need; all else is as `metaban worker` has it.
+#: A worker whose training is as short as these few sources allow; everything else is as in `metaban worker`.
 WORKER = """
 import sys
-from service.settings import Settings
-from worker.namespace_work import WorkerSettings
-from worker.runtime import run_worker
+from metaban.service.settings.environment import Settings
+from metaban.worker.namespace import WorkerSettings
+from metaban.worker.process import run_worker
 said = Settings()
-limits = said.samples_kept, said.dedupe_window_s, said.backlog_limit, said.candidate_pool
+limits = said.backlog_limit, said.samples_kept, said.candidate_pool
 run_worker(sys.argv[1], WorkerSettings(*limits, fusion_rounds=4))
 """
 
 
 class World:
-    """Everyone has a direction they like, which their profile tells together with what does not matter; arms are
-    directions too, and the best is the one nearest to theirs. On average nobody likes any arm more than another."""
+    """Users like a direction, which their profile contains besides irrelevant numbers; arms are directions too, and the
+    best arm is the nearest. Averaged over users, all arms are equal."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
 
     def user(self) -> tuple[float, list[float]]:
-        """A direction, and the profile of who likes it."""
+        """A direction and the profile of a user who likes it."""
         liked = self._generator.uniform(-math.pi, math.pi)
         return liked, [math.cos(liked), math.sin(liked), float(self._generator.normal())]
 
     def offer(self) -> list[float]:
-        """Directions of arms that can be told apart: one in each quarter, turned together."""
+        """Directions of arms: one in each quadrant, rotated together."""
         turned = self._generator.uniform(-math.pi, math.pi)
         return [turned + place * math.pi / 2 for place in self._generator.permutation(ARMS)]
 
@@ -65,7 +65,7 @@ def ask(user: str, offer: list[float], profile: list[float] | None, k: int = 1) 
 
 
 def decide(client: httpx.Client, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The decisions of many requests, which are all answered."""
+    """Send many requests; returns the decisions."""
     found = []
     for start in range(0, len(requests), 100):
         answer = client.post("/recommend/batch", json={"requests": requests[start : start + 100]})
@@ -75,8 +75,8 @@ def decide(client: httpx.Client, requests: list[dict[str, Any]]) -> list[dict[st
     return [each["decision"] for each in found]
 
 
-def let_learn(client: httpx.Client, world: World) -> None:
-    """Show the sources all arms of some offers, and tell how each went."""
+def send_rewards(client: httpx.Client, world: World) -> None:
+    """Send rewards of the sources for all arms of some slates."""
     people = [world.user() for _ in range(SOURCES)]
     for _ in range(ROUNDS):
         offers = [world.offer() for _ in people]
@@ -92,7 +92,7 @@ def let_learn(client: httpx.Client, world: World) -> None:
 
 
 def train(client: httpx.Client) -> dict[str, Any]:
-    """Ask for fusion, wait until it is served, and show it; its progress never falls."""
+    """Request fusion and wait until it is served; its progress never decreases."""
     asked = client.post("/admin/fusion")
     assert asked.status_code == 202, asked.text
     end, progress = time.monotonic() + TRAINED_WITHIN_S, 0.0
@@ -108,14 +108,14 @@ def train(client: httpx.Client) -> dict[str, Any]:
         time.sleep(0.1)
 
 
-def luck(right: int, of: int, chance: float) -> float:
-    """The probability of at least so many by chance."""
+def chance_probability(right: int, of: int, chance: float) -> float:
+    """Probability of at least this many successes by chance."""
     return sum(math.comb(of, n) * chance**n * (1 - chance) ** (of - n) for n in range(right, of + 1))
 
 
 @contextmanager
 def deployed(data_dir: Path) -> Iterator[httpx.Client]:
-    """A client of a service, beside which a worker runs."""
+    """A client of a service with a worker."""
     with own_valkey() as valkey:
         worker = subprocess.Popen([sys.executable, "-P", "-c", WORKER, valkey.url])
         try:
@@ -129,15 +129,15 @@ def deployed(data_dir: Path) -> Iterator[httpx.Client]:
             assert worker.wait(30) == 0
 
 
-@pytest.mark.timeout(240)
-def test_first_decisions(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_first_decisions_of_new_users_are_better_than_chance(tmp_path: Path) -> None:
     world = World(seed=5)
     with deployed(tmp_path) as client:
         assert client.get("/admin/fusion").json()["version"] is None
-        let_learn(client, world)
+        send_rewards(client, world)
         shown = train(client)
         if shown["sources"] < SOURCES:
-            # The worker had begun by itself when enough sources were there, and not all.
+            # The worker may have started by itself when enough sources were there, but not all of them.
             assert shown["job"]["by"] == "growth"
             shown = train(client)
         assert (shown["sources"], shown["profile_size"]) == (SOURCES, 3)
@@ -151,11 +151,11 @@ def test_first_decisions(tmp_path: Path) -> None:
         for decision, offer, (liked, _) in zip(first, offers, people, strict=True):
             best = max(range(ARMS), key=lambda place: math.cos(liked - offer[place]))
             right += int(decision["items"][0]["arm_id"]) == best
-        assert luck(right, NEW, 1 / ARMS) < LUCK, f"{right} of {NEW} right"
+        assert chance_probability(right, NEW, 1 / ARMS) < LUCK, f"{right} of {NEW} right"
 
         without = decide(client, [ask(f"stranger {n}", offers[n], None) for n in range(NEW)])
         assert {each["cold_start"] for each in without} == {"meta"}
-        # What they began from is theirs, also where no profile is told any more.
+        # Later decisions keep the warm start, also without a profile in the request.
         again = decide(client, [ask(f"new {n}", offers[n], None) for n in range(NEW)])
         assert {each["cold_start"] for each in again} == {"fusion"}
         assert [each["items"][0]["arm_id"] for each in again] == [each["items"][0]["arm_id"] for each in first]

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: start a service, ask it everything, and say whether its document tells the truth."""
+"""`python -m tests.fuzz`: start a service, fuzz it, and report answers that violate its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.deployment import Deployment
+from metaban.service.process.local_deployment import Deployment
 from tests.fuzz.fuzzing import Findings, fuzz
 
 stdout = Console(highlight=False, soft_wrap=True, width=112)
@@ -26,7 +26,7 @@ def main(
     seed: Annotated[int | None, typer.Option(help="What is random is random by it; printed when left out.")] = None,
     url: Annotated[str | None, typer.Option(help="A service without keys to ask, whose data may be spoilt.")] = None,
 ) -> None:
-    """Exit with 1 when an answer was not as the document says, or was none at all."""
+    """Exit with 1 when an answer violates the document or is missing."""
     seed = random.randrange(10**6) if seed is None else seed
     stdout.print(f"seed {seed}")
     with _service(url) as address:
@@ -52,7 +52,7 @@ def _service(url: str | None) -> Iterator[str]:
 
 
 def table_of(findings: Findings) -> Table:
-    """One row an operation."""
+    """One row per operation."""
     table = Table("operation", *COLUMNS, box=None, pad_edge=False)
     for name, answers in findings.operations().items():
         table.add_row(name, *(f"{answers[column]:,}" if answers[column] else "" for column in COLUMNS))

@@ -1,8 +1,8 @@
-"""Ask a running service everything that its OpenAPI document allows, and much that it does not, and hold every answer
-against the document: no 500, no status, no media type and no shape that it does not speak of.
+"""Sends valid and invalid requests to a running service and checks every answer against its OpenAPI document.
 
-Half of the requests are made for each operation by itself, the other half follow the links of the document: a decision
-is rewarded, activated and forgotten, arms and namespaces are made, used and deleted, jobs looked after.
+An answer is wrong if it is a 500 or has a status, media type or schema that the document does not list. Half of the
+requests test each operation alone; the other half follow the links of the document, for example from a decision to its
+reward.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from service.client import Ask, Metaban, Reward
-from store.transfer import TARGET_SAMPLES_MIN
+from metaban.client import Ask, Metaban, Reward
+from metaban.store.shared.transfer import TARGET_SAMPLES_MIN
 
-#: Numbers in the features that the fuzzer makes up.
+#: Length of generated features.
 FEATURES: Final = 3
-#: Users of whom enough is learned for them to be asked about.
-TEACHERS: Final = ("ann", "bo", "cem")
+#: Users with enough rewards for a transfer job.
+LEARNED_USERS: Final = ("ann", "bo", "cem")
 
 
 @st.composite
 def _lines_of_arms(draw: st.DrawFn) -> bytes:
-    """A file of arms, of which one line may be anything."""
+    """A file of arms; one line may be random bytes."""
     names = draw(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5, unique=True))
     lines = [json.dumps({"id": name, "features": [0.5] * FEATURES}).encode() for name in names]
     if draw(st.booleans()):
@@ -59,25 +59,24 @@ CHECKS: Final[list[CheckFunction]] = [
     content_type_conformance,
     response_schema_conformance,
 ]
-#: An overloaded service, or one whose store is away, says 503: that is an answer, if it is in the document.
+#: 503 is valid: an overloaded service, or one without its store, answers with it.
 EXPECTED: Final = ["2xx", "3xx", "4xx", "503"]
-#: Requests that one scenario is made of, at most, and scenarios that are asked for at once.
+#: Most requests of one scenario, and scenarios per run of hypothesis.
 STEPS: Final = 8
 SCENARIOS: Final = 10
-#: Longest wait for an answer; `?wait=applied` takes 5 s when nothing is learned.
-ANSWER_S: Final = 30.0
-#: Parts of the API whose links are followed by themselves, and all of it: among so many operations of administrators a
-#: reward would hardly ever be sent.
+#: Longest wait for an answer; `?wait=applied` takes 5 s when nothing is applied.
+ANSWER_S: Final = 60.0
+#: Parts of the API whose links are followed; the last is all of it, in which rewards would be rare.
 PARTS: Final = ("^/(recommend|feedback|decisions)", "^/(recommend|feedback|admin/users|admin/groups)", "^/")
 OK, CREATED, SERVER_ERROR = 200, 201, 500
-#: How often the same violation is told.
-TOLD_OFTEN: Final = 3
+#: How often the same violation is reported.
+REPORTS_MAX: Final = 3
 
 
 @final
 @dataclass(frozen=True)
 class Violation:
-    """An answer that is not as the document says."""
+    """An answer that violates the document."""
 
     operation: str
     check: str
@@ -91,10 +90,10 @@ class Violation:
 @final
 @dataclass
 class Findings:
-    """What was asked, and what came of it."""
+    """Requests, answers and violations."""
 
     seed: int
-    #: By operation and status; status 0 is no answer at all.
+    #: By operation and status; status 0 means no answer.
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)
     linked: int = 0
     violations: list[Violation] = field(default_factory=list)
@@ -103,16 +102,16 @@ class Findings:
 
     @property
     def examples(self) -> int:
-        """Requests made."""
+        """Number of requests."""
         return self.answers.total()
 
     @property
     def server_errors(self) -> int:
-        """Answers of a service that fell over its own feet (503 is none), and answers that never came."""
+        """Number of server errors (other than 503) and of missing answers."""
         return sum(count for (_, status), count in self.answers.items() if status in {0, SERVER_ERROR})
 
     def operations(self) -> dict[str, Counter[str]]:
-        """By operation: how many answers of each kind there were, 5xx by number."""
+        """Number of answers by operation and status class; 5xx by status."""
         found: dict[str, Counter[str]] = {}
         for (operation, status), count in sorted(self.answers.items()):
             kind = "none" if not status else str(status) if status >= SERVER_ERROR else f"{status // 100}xx"
@@ -120,7 +119,7 @@ class Findings:
         return found
 
     def check(self, case: Case, response: Response) -> None:
-        """Hold an answer against the document."""
+        """Check an answer against the document."""
         self.answers[case.operation.label, response.status_code] += 1
         try:
             case.validate_response(response, checks=CHECKS)
@@ -130,7 +129,7 @@ class Findings:
                 self._note(case, failure, response, curl)
 
     def lost(self, case: Case, error: requests.RequestException) -> None:
-        """No answer came."""
+        """Record a request without an answer."""
         self.answers[case.operation.label, 0] += 1
         self._add(case.operation.label, "no answer", repr(error), case.as_curl_command())
 
@@ -142,16 +141,16 @@ class Findings:
 
     def _add(self, operation: str, check: str, detail: str, curl: str) -> None:
         self.broken[operation, check] += 1
-        if self.broken[operation, check] <= TOLD_OFTEN:
+        if self.broken[operation, check] <= REPORTS_MAX:
             self.violations.append(Violation(operation, check, detail, curl))
 
 
 @final
 class Mender:
-    """Makes most well-formed requests meaningful, so that they come further than to the first refusal.
+    """Changes most valid requests so that the service accepts them.
 
-    The document cannot say that all features of a namespace have the same shape, that ids differ, or which namespaces
-    there are. What is malformed on purpose is left as it is, and so is every fourth request.
+    A schema cannot say that all features of a namespace have the same length, that ids are unique, or which namespaces
+    exist. Requests that are invalid on purpose stay unchanged, and so does every fourth valid one.
     """
 
     def __init__(self, seed: int) -> None:
@@ -172,12 +171,12 @@ class Mender:
         if isinstance(case.body, dict):
             case.body = self._mended(case.body)
             if case.operation.label == "POST /admin/transfer":
-                # No schema says that there is one target, nor of whom enough was learned.
-                case.body |= {"user_id": TEACHERS[0], "sources": list(TEACHERS[1:])}
+                # The schema does not say that there is exactly one target, or which users have enough rewards.
+                case.body |= {"user_id": LEARNED_USERS[0], "sources": list(LEARNED_USERS[1:])}
                 case.body.pop("cluster", None)
 
     def learn(self, case: Case, response: Response) -> None:
-        """Remember namespaces and decisions that were made."""
+        """Remember created namespaces and decisions."""
         if case.operation.label == "POST /admin/namespaces" and response.status_code == CREATED:
             self._namespaces.add(response.json()["name"])
         if case.operation.label == "POST /recommend" and response.status_code == OK:
@@ -191,14 +190,14 @@ class Mender:
             mended["features"] = self.features()
         if isinstance(body.get("arms"), list):
             mended["arms"] = [{"id": f"arm-{place}", "features": self.features()} for place in range(len(body["arms"]))]
-            # The examples of the document have ids, and each is good for one decision.
+            # An id of the examples is valid for one decision only.
             if body.get("decision_id") not in self._decisions:
                 mended.pop("decision_id", None)
             mended["k"] = min(mended.get("k") or 1, max(1, len(mended["arms"])))
         if isinstance(body.get("reward"), int | float):
             mended["reward"] = abs(body["reward"]) % 1.0
         if "events" in body and body.get("decision_id") in self._decisions:
-            # A link names the decision of one reward, and the request to which it was added is one of many.
+            # A link adds the decision_id of a single reward, which excludes `events`.
             del mended["events"]
             mended["reward"] = self._random.random()
         if isinstance(body.get("requests"), list):
@@ -206,17 +205,17 @@ class Mender:
         return mended
 
     def features(self) -> list[float]:
-        """As all of the namespace are."""
+        """Features of the length that the namespace expects."""
         return [round(self._random.uniform(-1, 1), 3) for _ in range(FEATURES)]
 
 
 def fuzz(url: str, *, examples: int, seed: int) -> Findings:
-    """Make about so many requests, the same for the same seed as far as the answers are the same."""
+    """Send about `examples` requests; the same seed gives the same requests as long as the answers are the same."""
     findings, mender = Findings(seed), Mender(seed)
     with Metaban(url) as metaban:
-        # What features look like is fixed by the first request: let that not be left to chance.
+        # The first request fixes the feature layout.
         metaban.recommend("first", {"arm-0": [1.0] + [0.0] * (FEATURES - 1), "arm-1": [0.0] * FEATURES})
-        _teach(metaban, mender)
+        _send_rewards(metaban, mender)
     schema = _load(url)
     operations = [found.ok() for found in schema.get_all_operations()]
     each = max(1, examples // 2 // len(operations))
@@ -232,9 +231,9 @@ def fuzz(url: str, *, examples: int, seed: int) -> Findings:
     return findings
 
 
-def _teach(metaban: Metaban, mender: Mender) -> None:
-    """As many rewards of some users as it takes to ask who helps whom."""
-    asks = [Ask(user, {"arm-0": mender.features()}) for user in TEACHERS for _ in range(TARGET_SAMPLES_MIN)]
+def _send_rewards(metaban: Metaban, mender: Mender) -> None:
+    """Send the rewards that a transfer job needs."""
+    asks = [Ask(user, {"arm-0": mender.features()}) for user in LEARNED_USERS for _ in range(TARGET_SAMPLES_MIN)]
     decided = [result.get().decision_id for result in metaban.recommend_batch(asks)]
     metaban.feedback_batch([Reward(decision, place % 2) for place, decision in enumerate(decided)], wait_applied=True)
 
@@ -259,7 +258,7 @@ def _settings(examples: int) -> hypothesis.settings:
 def _ask_alone(
     operation: APIOperation, session: requests.Session, findings: Findings, mender: Mender, *, examples: int, seed: int
 ) -> None:
-    """Well-formed and malformed requests of one operation."""
+    """Send valid and invalid requests of one operation."""
     good = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     strategies = [good]
     if next(operation.iter_parameters(), None) is not None or operation.body:
@@ -287,7 +286,7 @@ def _ask_alone(
 def _follow_links(
     schema: BaseSchema, session: requests.Session, findings: Findings, mender: Mender, *, until: int, seed: int
 ) -> None:
-    """Scenarios along the links of the document."""
+    """Run scenarios along the links of the document."""
 
     class Scenario(schema.as_state_machine()):  # type: ignore[misc]
         def before_call(self, case: Case) -> None:
@@ -308,7 +307,7 @@ def _follow_links(
         if findings.examples >= until:
             break
         machine: type[APIStateMachine] = hypothesis.seed(seed + number)(Scenario)
-        # What can be asked next depends on what was answered, and the same question may be answered differently the
-        # second time: when hypothesis notices that it ends the run, and another one begins.
+        # Answers are not deterministic, and later requests depend on them. When hypothesis notices, it ends the run and
+        # another run begins.
         with suppress(hypothesis.errors.Flaky):
             machine.run(settings=_settings(SCENARIOS))

@@ -1,18 +1,18 @@
 """Meta-Ban as its paper prints it, slow and obviously right.
 
 Ban, Qi, Wei, He, "Neural Collaborative Filtering Bandits via Meta Learning". One user, one arm, one sample at a time,
-and every gradient from torch.autograd. Nothing here is stacked, collapsed or derived by hand, and nothing is imported
-from `models`: this is the judge of the fast code, so it must not share its mistakes. Numbers of equations, algorithms
-and lines are the paper's.
+every gradient from torch.autograd. Nothing is stacked, collapsed or derived by hand, and nothing is imported from
+`models`: the fast code is tested against this, so it must not share its mistakes. Equation, algorithm and line numbers
+are the paper's.
 
-What the paper leaves open, and what is chosen here:
+Choices where the paper leaves something open:
 
 - T̃ = T (as in Theorem 5.3), w_u = 1 unless given, Algorithms 2 and 3 both start from Θ₀.
 - μ = 0 would divide by zero in Eq. 11 (the paper observes one sample of every user first): μ is at least 1 there.
 - The constant inside O(μk) of Eq. 11 is a setting; the logarithm is never negative.
 - Rates are constant, or fall with the number of observations they are summed over (Eq. 10 lets both fall with t):
   η₁/|T^u| in Algorithm 3 and η₂/Σ_{u∈N} max(1, |T^u|) in Algorithm 2.
-- The user asking is a member of all of their groups (their own distance is 0), whether or not the pool holds them.
+- The asking user is a member of all of their groups (their own distance is 0), whether or not the pool holds them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-#: One observation of a user: the input of the arm that was played, and its reward.
+#: One observation of a user: the input of the played arm, and its reward.
 Observation = tuple[Tensor, float]
 
 
 @dataclass(frozen=True)
 class LiteralSettings:
-    """The inputs of Algorithm 1 (line 1) and the constants its bound hides."""
+    """The inputs of Algorithm 1 (line 1) and the constants of its bound."""
 
     inputs: int  # d
     width: int  # m
@@ -59,10 +59,10 @@ class LiteralSettings:
 
 @dataclass
 class LiteralUser:
-    """All that Algorithm 1 knows of one user."""
+    """The state of one user in Algorithm 1."""
 
-    fitted: Tensor  # θ̂^u_{μ}: what Algorithm 2 differentiates at
-    served: Tensor  # θ^u_{t}: what Eq. 4 predicts with
+    fitted: Tensor  # θ̂^u_{μ}: where Algorithm 2 takes its gradient
+    served: Tensor  # θ^u_{t}: used by Eq. 4 for predictions
     history: list[Tensor]  # θ̂^u_0 … θ̂^u_μ
     observations: list[Observation] = field(default_factory=list)  # T^u_t
     events: int = 0  # μ^u_t
@@ -71,9 +71,9 @@ class LiteralUser:
 
 @dataclass(frozen=True)
 class LiteralArm:
-    """What Algorithm 1 finds for one arm (lines 7 to 9)."""
+    """Results of Algorithm 1 for one arm (lines 7 to 9)."""
 
-    members: frozenset[str]  # N̂_u(x), the user asking among them
+    members: frozenset[str]  # N̂_u(x), including the asking user
     distances: dict[str, float]  # |f(x;θ^v) − f(x;θ^u)| for every v of the pool
     adapted: Tensor  # Θ_{t,i}
     mean: float  # f(x;Θ_{t,i})
@@ -106,14 +106,14 @@ def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     """∇ function, at a point, by autograd."""
     point = at.detach().clone().requires_grad_(True)
     value = function(point)
-    if not value.requires_grad:  # A sum over nothing does not depend on the point.
+    if not value.requires_grad:  # a sum over nothing does not depend on the point
         return torch.zeros_like(at)
     (result,) = torch.autograd.grad(value, point)
     return result.detach()
 
 
 class LiteralMetaBan:
-    """Algorithm 1, told one thing at a time: who asks among which arms, and what reward came back."""
+    """Algorithm 1, step by step: requests with their arms, then rewards."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class LiteralMetaBan:
         prepare: Callable[[Tensor], Tensor] | None = None,
         choose: Callable[[str, int], int] | None = None,
     ) -> None:
-        """Start with nobody.
+        """Start without users.
 
         `prepare` is applied to every raw input (a normaliser). `choose(user, n)` picks one of n stored θ̂ for Eq. 4;
         without it the latest is served.
@@ -137,22 +137,22 @@ class LiteralMetaBan:
     # ------------------------------------------------------------------ Algorithm 1
 
     def user(self, name: str) -> LiteralUser:
-        """Line 2: θ̂_0^u = θ_0^u = Θ₀, μ^u = 0; a user exists from the first time they are named."""
+        """Line 2: θ̂_0^u = θ_0^u = Θ₀, μ^u = 0; a user is created at their first request."""
         if name not in self.users:
             start = self.theta0
             self.users[name] = LiteralUser(start.clone(), start.clone(), [start.clone()])
         return self.users[name]
 
     def recommend(self, user: str, arms: Sequence[Tensor], pool: Iterable[str] | None = None) -> list[LiteralArm]:
-        """Lines 5 to 10: each arm's group, adapted meta-learner and bound. N is `pool`, or everybody."""
+        """Lines 5 to 10: each arm's group, adapted meta-learner and bound. N is `pool`, or all users."""
         self.user(user)
-        everybody = list(self.users) if pool is None else list(pool)
-        if user not in everybody:
-            everybody = [*everybody, user]
-        return [self._arm(user, self.prepare(arm), len(arms), everybody) for arm in arms]
+        pool_users = list(self.users) if pool is None else list(pool)
+        if user not in pool_users:
+            pool_users = [*pool_users, user]
+        return [self._arm(user, self.prepare(arm), len(arms), pool_users) for arm in arms]
 
     def observe(self, user: str, arm: Tensor, reward: float) -> None:
-        """Lines 12 to 15: one more reward of this user, and their learner trained again."""
+        """Lines 12 to 15: one more reward of this user; their learner is trained again."""
         state = self.user(user)
         state.observations.append((arm.detach().clone(), reward))
         if self.settings.samples_kept is not None:
@@ -161,7 +161,7 @@ class LiteralMetaBan:
         self.train(user)
 
     def train(self, user: str) -> None:
-        """Algorithm 3 and its line 9: a new θ̂, kept; one of the kept ones, served."""
+        """Algorithm 3 and its line 9: store a new θ̂, then serve one of the stored ones."""
         state = self.user(user)
         state.fitted = self.gradient_descent_user(user)
         state.history.append(state.fitted)
@@ -169,13 +169,13 @@ class LiteralMetaBan:
             state.history = state.history[-self.settings.checkpoints :]
         state.served = state.history[self.choose(user, len(state.history))]
 
-    def _arm(self, user: str, x: Tensor, arms: int, everybody: list[str]) -> LiteralArm:
+    def _arm(self, user: str, x: Tensor, arms: int, pool_users: list[str]) -> LiteralArm:
         settings = self.settings
         own = float(self.f(x, self.users[user].served))
         threshold = (settings.nu - 1) / settings.nu * settings.gamma
         distances = {}
         members = []
-        for name in everybody:
+        for name in pool_users:
             distance = abs(float(self.f(x, self.user(name).served)) - own)
             distances[name] = distance
             if distance <= threshold or name == user:
@@ -215,7 +215,7 @@ class LiteralMetaBan:
         return loss
 
     def user_term(self, user: str) -> Tensor:
-        """What one user alone adds to the gradient of Eq. 5."""
+        """One user's term in the gradient of Eq. 5."""
         return gradient(lambda theta: self.meta_loss({user: theta}), self.user(user).fitted)
 
     # ------------------------------------------------------------------ Algorithm 3
@@ -231,10 +231,10 @@ class LiteralMetaBan:
             theta = theta - rate * gradient(lambda point: self.loss(user, point), theta)
         return theta
 
-    # ------------------------------------------------------------------ the pieces
+    # ------------------------------------------------------------------ network, loss and bound
 
     def f(self, x: Tensor, theta: Tensor) -> Tensor:
-        """Eq. 9 on an input already prepared."""
+        """Eq. 9 on a prepared input."""
         return network(x, theta, self.settings.width, self.settings.depth)
 
     def g(self, x: Tensor, theta: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class LiteralMetaBan:
         return total
 
     def user_bound(self, user: str, arms: int) -> float:
-        """Ū_u of Eq. 11 for a choice among so many arms."""
+        """Ū_u of Eq. 11 for a choice among this many arms."""
         settings = self.settings
         mu = max(1, self.user(user).events)
         logarithm = max(0.0, math.log(settings.log_constant * mu * arms / settings.delta))

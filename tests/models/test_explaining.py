@@ -1,4 +1,4 @@
-"""What means are made of, against central differences of the learners' own means; groups, against group sizes."""
+"""Contributions against central differences of the learners' means; members against group sizes."""
 
 from __future__ import annotations
 
@@ -11,39 +11,50 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from models.arrays import as_arrays
-from models.explaining import Agreement, Contributions, through_layers, through_unit
-from models.judging import foretold
-from models.learner import Arrays, Learner, Query, Scores
-from models.metaban import MetaBanLearner, PaperLearner
-from models.pooled import PooledLearner
-from models.posterior import PosteriorLearner
-from models.settings import named_settings
-from models.slates import Slates
-from models.trunk import Trunk
-from tests.models.posterior_worlds import WIDE, Scene, fitted, generator_of, kinds, query_of, scenes, small, taught
-from tests.models.posterior_worlds import sharing as with_common
+from metaban.models.default.contributions import through_layers
+from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.scoring import trunk_prediction
+from metaban.models.default.trunk import Trunk
+from metaban.models.explaining import Agreement, Contributions, through_unit
+from metaban.models.learner import Learner, Query, Scores
+from metaban.models.metaban.paper import MetaBanLearner, PaperLearner
+from metaban.models.metaban.pooled import PooledLearner
+from metaban.models.numerics.arrays import Arrays, as_arrays
+from metaban.models.numerics.slates import Slates
+from metaban.models.settings import named_settings
+from tests.models.default_worlds import (
+    WIDE,
+    Scene,
+    fitted,
+    generator_of,
+    grouped_epoch,
+    kinds,
+    query_of,
+    scenes,
+    small,
+    with_common_part,
+)
 from tests.models.properties import PROPERTY
 from tests.models.worlds import World, pool_of, worlds
 from tests.models.worlds import fitted_states as paper_states
 from tests.models.worlds import query_of as paper_query
 from tests.models.worlds import shared_of as paper_shared
 
-#: Of a central difference in float64: its own error is of the order of STEP².
+#: Of a central difference in float64; its own error is of order STEP².
 STEP, TOLERANCE = 1e-6, 1e-6
 
 
-class Asked:
-    """One request to a learner: who it is judged with, and what comes of it."""
+class ExplainedRequest:
+    """One request to a learner with its pool, and the scores."""
 
     def __init__(self, learner: Learner, shared: Any, pool: Arrays, query: Query) -> None:
         self.learner, self.pool = learner, pool
-        self.outline = learner.outline(shared)
-        self.query = replace(query, own=learner.brief(self.outline, dict(query.own)))
+        self.outline = learner.prepare_epoch(shared)
+        self.query = replace(query, own=learner.prepare_users(self.outline, dict(query.own)))
 
     def scores(self, arms: Tensor | None = None) -> Scores:
         query = self.query if arms is None else replace(self.query, arms=arms)
-        return self.learner.score_briefed(self.outline, self.pool, query)
+        return self.learner.score_prepared(self.outline, self.pool, query)
 
     def explained(self, rows: list[int], arms: Tensor | None = None) -> tuple[Agreement, Contributions]:
         query = self.query if arms is None else replace(self.query, arms=arms)
@@ -52,12 +63,12 @@ class Asked:
         return agreement, self.learner.contributions(self.outline, self.pool, query, places, agreement)
 
     def steady_mean(self, row: int, arms: Tensor) -> float:
-        """An arm's mean without what the memory adds."""
+        """An arm's mean without the memory's correction."""
         _, parts = self.explained([row], arms)
         return float(self.scores(arms).mean[row] - parts.memory[0])
 
 
-def each_alone(learner: Learner, shared: Any, pool: Arrays, query: Query) -> list[Asked]:
+def each_alone(learner: Learner, shared: Any, pool: Arrays, query: Query) -> list[ExplainedRequest]:
     """The requests of a query one by one."""
     found, end = [], 0
     for place, size in enumerate(query.slates.sizes):
@@ -70,27 +81,27 @@ def each_alone(learner: Learner, shared: Any, pool: Arrays, query: Query) -> lis
             own_row=query.own_row[place : place + 1],
             own_events=query.own_events[place : place + 1],
         )
-        found.append(Asked(learner, shared, pool, alone))
+        found.append(ExplainedRequest(learner, shared, pool, alone))
     return found
 
 
-def requests_of(scene: Scene) -> list[Asked]:
+def requests_of(scene: Scene) -> list[ExplainedRequest]:
     learner = PosteriorLearner(scene.settings, scene.inputs, torch.float64)
     pool = fitted(learner, scene.shared, scene.pool)
     return each_alone(learner, scene.shared, pool, query_of(scene, learner, scene.shared))
 
 
-def requests_in(world: World) -> list[Asked]:
+def requests_in(world: World) -> list[ExplainedRequest]:
     learner = PaperLearner(world.settings, world.inputs, torch.float64)
     shared = paper_shared(world, learner)
     states = paper_states(world, learner, shared)
     return each_alone(learner, shared, pool_of(world, learner, shared, states), paper_query(world, learner, states))
 
 
-def hold_to_differences(asked: Asked, *, keep_mean: bool = False) -> None:
-    """Each column's contribution is its value times how the learner's own mean moves with it.
+def check_contributions(asked: ExplainedRequest, *, keep_mean: bool = False) -> None:
+    """Each column's contribution is its value times the derivative of the learner's mean.
 
-    With `keep_mean` another arm moves the other way, so that what is on offer stays the same on average.
+    With `keep_mean` another arm moves the other way, so that the mean of the slate stays the same.
     """
     arms = asked.query.arms
     count, inputs = arms.shape
@@ -109,8 +120,8 @@ def hold_to_differences(asked: Asked, *, keep_mean: bool = False) -> None:
         torch.testing.assert_close(parts.columns[0], slopes * arms[row], rtol=0, atol=TOLERANCE * largest)
 
 
-def hold_to_group_sizes(asked: Asked) -> None:
-    """Sizes are those of the scores, whichever arms are asked about, and members are those within the threshold."""
+def check_group_sizes(asked: ExplainedRequest) -> None:
+    """Sizes equal those of the scores for any selection of arms; members are the users within the threshold."""
     scores = asked.scores()
     count = asked.query.arms.shape[0]
     whole, _ = asked.explained([*range(count)])
@@ -120,7 +131,7 @@ def hold_to_group_sizes(asked: Asked) -> None:
     if isinstance(asked.learner, PooledLearner):
         near = near.any(0).expand_as(near)  # the group of a request: of any of its arms
     if isinstance(asked.learner, PosteriorLearner) and not asked.learner.settings.heads:
-        near = torch.zeros_like(near)  # a trunk alone knows no users
+        near = torch.zeros_like(near)  # a trunk alone has no users
     for rows in ([*range(count)], [count - 1], [count - 1, 0]):
         agreement, _ = asked.explained(rows)
         assert agreement.group_size.tolist() == scores.group_size[rows].tolist()
@@ -132,22 +143,22 @@ class TestDefault:
     @given(scenes())
     def test_gradients(self, scene: Scene) -> None:
         for asked in requests_of(scene):
-            hold_to_differences(asked, keep_mean=asked.learner.inputs.apart)
+            check_contributions(asked, keep_mean=asked.learner.inputs.removes_common)
 
     @PROPERTY
     @given(scenes(wide=True))
     def test_gradients_of_wide_inputs(self, scene: Scene) -> None:
         for asked in requests_of(scene):
-            hold_to_differences(asked, keep_mean=True)
+            check_contributions(asked, keep_mean=True)
 
     @PROPERTY
     @given(scenes())
     def test_groups(self, scene: Scene) -> None:
         for asked in requests_of(scene):
-            hold_to_group_sizes(asked)
+            check_group_sizes(asked)
 
-    def test_the_parts_of_a_linear_head_are_its_terms(self) -> None:
-        """Without trunk, products, memory and standardisation yet, a mean is w₀ + Σ w_j x_j."""
+    def test_contributions_of_a_linear_head_are_its_terms(self) -> None:
+        """Without trunk, products, memory and standardisation, a mean is w₀ + Σ w_j x_j."""
         learner = PosteriorLearner(small(trunk=False, products_max=0, memory=False), 3, torch.float64)
         shared = learner.initial_shared()
         asked = one_request(learner, shared, seed=3)
@@ -157,10 +168,10 @@ class TestDefault:
         torch.testing.assert_close(parts.intercept, head[:1].expand(2))
         torch.testing.assert_close(parts.rest(asked.scores().mean[:2]), torch.zeros(2, dtype=torch.float64))
 
-    def test_the_memory_is_what_a_learner_without_one_lacks(self) -> None:
+    def test_the_memory_is_the_difference_to_a_learner_without_one(self) -> None:
         chosen = {"memory_samples": 4, "memory_radius": 1.0}
         learner = PosteriorLearner(small(**chosen), 3, torch.float64)
-        shared = taught(learner, kinds(learner, 6, 6, generator_of(1)), gain=3.0)
+        shared = grouped_epoch(learner, kinds(learner, 6, 6, generator_of(1)), gain=3.0)
         asked = one_request(learner, shared, seed=5)
         without = PosteriorLearner(small(memory=False, **chosen), 3, torch.float64)
         forgetful = one_request(without, shared, seed=5)
@@ -171,13 +182,15 @@ class TestDefault:
 
     @pytest.mark.parametrize("changes", [{}, {"bins": 0}, {"heads": False}, {"trunk": False}, WIDE], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_numpy_says_the_same(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    def test_numpy_equals_torch(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
         learner = PosteriorLearner(small(**changes), 3, dtype)
-        shared = with_common(learner, taught(learner, kinds(learner, 6, 6, generator_of(1))), generator_of(2))
+        shared = with_common_part(
+            learner, grouped_epoch(learner, kinds(learner, 6, 6, generator_of(1))), generator_of(2)
+        )
         asked = one_request(learner, shared, seed=5)
         rows = [2, 0]
         agreement, parts = asked.explained(rows)
-        outline, query = learner.outline(shared, as_numpy=True), asked.query
+        outline, query = learner.prepare_epoch(shared, as_numpy=True), asked.query
         plain = replace(
             query,
             arms=query.arms.numpy(),
@@ -191,19 +204,19 @@ class TestDefault:
         for name in ("prediction", "threshold", "predictions"):
             np.testing.assert_allclose(getattr(agreed, name), getattr(agreement, name).numpy(), **close)
         assert (agreed.members == agreement.members.numpy()).all()
-        assert agreed.group_size.tolist() == learner.score_briefed(outline, pool, plain).group_size[places].tolist()
+        assert agreed.group_size.tolist() == learner.score_prepared(outline, pool, plain).group_size[places].tolist()
         for name in ("columns", "intercept", "memory"):
             value = getattr(found, name)
             assert value.dtype == np.float64
             np.testing.assert_allclose(value, getattr(parts, name).numpy(), **close)
 
 
-def one_request(learner: PosteriorLearner, shared: Any, *, seed: int) -> Asked:
-    """Three arms, the first of which the asking user has seen, in a pool of six."""
+def one_request(learner: PosteriorLearner, shared: Any, *, seed: int) -> ExplainedRequest:
+    """Three arms in a pool of six; the asking user has seen the first arm."""
     people = kinds(learner, 6, 5, generator_of(seed))
     arms = torch.cat([people[2].features[-1:], people[3].features[:2] * 0.7])
-    scene = Scene(learner.settings, learner.inputs_expected, shared, people, [(people[2], 2, arms)])
-    return Asked(learner, shared, fitted(learner, shared, people), query_of(scene, learner, shared))
+    scene = Scene(learner.settings, learner.input_size, shared, people, [(people[2], 2, arms)])
+    return ExplainedRequest(learner, shared, fitted(learner, shared, people), query_of(scene, learner, shared))
 
 
 class TestPaper:
@@ -211,17 +224,17 @@ class TestPaper:
     @given(worlds())
     def test_gradients_and_groups(self, world: World) -> None:
         for asked in requests_in(world):
-            hold_to_group_sizes(asked)
-            hold_to_differences(asked)
+            check_group_sizes(asked)
+            check_contributions(asked)
 
     @pytest.mark.parametrize("preset", ["paper", "pooled"])
     @pytest.mark.parametrize("changes", [{}, {"depth": 4}, {"input_norm": 0.0}, {"standardize": False}], ids=str)
     def test_both_presets(self, preset: str, changes: dict[str, Any]) -> None:
         asked = neural_request(preset, **changes)
-        hold_to_group_sizes(asked)
-        hold_to_differences(asked)
+        check_group_sizes(asked)
+        check_contributions(asked)
 
-    def test_a_network_without_offsets_is_the_sum_of_its_terms(self) -> None:
+    def test_contributions_of_a_bias_free_network_sum_to_its_output(self) -> None:
         asked = neural_request("paper", input_norm=0.0, standardize=False)
         _, parts = asked.explained([0, 1])
         rest = parts.rest(asked.scores().mean[:2])
@@ -231,19 +244,19 @@ class TestPaper:
     def test_in_chunks(self, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = neural_request(preset)
         _, whole = asked.explained([0, 1, 2, 3])
-        monkeypatch.setattr("models.metaban.ADAPTED_NUMBERS_MAX", asked.learner.shape.parameters)
+        monkeypatch.setattr("metaban.models.metaban.paper.ADAPTED_NUMBERS_MAX", asked.learner.shape.parameters)
         _, parts = asked.explained([0, 1, 2, 3])
         torch.testing.assert_close(parts.columns, whole.columns)
 
-    def test_an_input_of_nothing(self) -> None:
+    def test_an_input_of_zeros(self) -> None:
         asked = neural_request("paper", standardize=False)
         nothing = torch.zeros_like(asked.query.arms)
         _, parts = asked.explained([0], nothing)
         assert (parts.columns == 0).all()
 
 
-def neural_request(preset: str, **changes: Any) -> Asked:
-    """Four arms asked for by a user of a pool of five, some of whom agree."""
+def neural_request(preset: str, **changes: Any) -> ExplainedRequest:
+    """Four arms; the asking user is in a pool of five, some of whom agree."""
     generator = torch.Generator().manual_seed(2)
     tiny = {"width": 7, "user_steps": 3, "meta_steps": 3, "gamma": 0.6, "recent_samples": 5, "step_samples": 6}
     chosen = named_settings(preset, **{**tiny, **changes})
@@ -251,8 +264,8 @@ def neural_request(preset: str, **changes: Any) -> Asked:
     shared = learner.initial_shared()
     if "mean" in shared:
         shared |= {"mean": torch.tensor([0.3, -0.2, 1.0]).double(), "scale": torch.tensor([0.5, 2.0, 1.5]).double()}
-    newborn = learner.newborn(shared)
-    pool = {name: value.expand(5, *value.shape).clone() for name, value in newborn.items()}
+    initial_user = learner.initial_user(shared)
+    pool = {name: value.expand(5, *value.shape).clone() for name, value in initial_user.items()}
     pool["theta"] += 0.2 * torch.randn(pool["theta"].shape, generator=generator, dtype=torch.float64)
     pool["samples"] += torch.arange(5)
     for name in pool.keys() & {"gradient", "recent_features", "recent_rewards"}:
@@ -264,13 +277,13 @@ def neural_request(preset: str, **changes: Any) -> Asked:
         own_row=torch.tensor([1]),
         own_events=torch.tensor([3]),
     )
-    asked = Asked(learner, shared, pool, query)
+    asked = ExplainedRequest(learner, shared, pool, query)
     sizes = asked.scores().group_size
-    assert int(sizes.max()) > 1, "some agree"
+    assert int(sizes.max()) > 1, "some users agree"
     return asked
 
 
-def test_through_a_trunk_as_autograd_has_it() -> None:
+def test_gradients_through_a_trunk_equal_autograd() -> None:
     trunk = Trunk(4, 6, 3, 2)
     flat = trunk.initial(generator_of(0), torch.float64)
     x = torch.randn(5, 4, generator=generator_of(1), dtype=torch.float64, requires_grad=True)
@@ -283,7 +296,9 @@ def test_through_a_trunk_as_autograd_has_it() -> None:
     turned = [(first.flatten(0, 1).mT, offset.flatten())]
     turned += [*((weight.mT, each.flatten()) for weight, each in between), (last.flatten(), level.sum())]
     torch.testing.assert_close(through_layers(turned, x.detach(), offset.flatten()), x.grad)
-    torch.testing.assert_close(foretold(turned, x.detach(), offset.flatten()), hidden.detach().sum(0).squeeze(-1))
+    torch.testing.assert_close(
+        trunk_prediction(turned, x.detach(), offset.flatten()), hidden.detach().sum(0).squeeze(-1)
+    )
 
 
 def test_through_unit_of_huge_and_tiny_numbers() -> None:

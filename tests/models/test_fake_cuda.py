@@ -1,7 +1,7 @@
-"""The whole scoring and training path on a GPU that is not there.
+"""The whole scoring and training path on a fake GPU.
 
-Under torch's FakeTensorMode tensors have a shape, a type and a device but no numbers, and an operation whose operands
-live on different devices raises as it would on the real thing. So does reading a number back, which would stall a GPU.
+Under torch's FakeTensorMode tensors have a shape, a dtype and a device but no numbers. An operation on operands of
+different devices raises as on a real GPU. So does reading a number back, which would stall a GPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from models.bank import UserBank
-from models.curvature import STRUCTURES, Structure
-from models.drawing import Draws
-from models.groups import relative_groups
-from models.laplace import (
-    Bernoulli,
-    Gaussian,
-    Likelihood,
+from metaban.models.bayes.curvature import STRUCTURES, Structure
+from metaban.models.bayes.laplace import (
+    BernoulliOutputs,
+    GaussianOutputs,
+    OutputLikelihood,
     TaskBatch,
     adapted,
     laplace,
@@ -31,12 +28,15 @@ from models.laplace import (
     mode,
     objective,
 )
-from models.learner import Learner, Query, State, UserBatch
-from models.network import Shape, gradient_distance, gradient_norm
-from models.plain_net import NetShape
-from models.presets import build_learner
-from models.settings import LearnerSettings, named_settings
-from models.slates import Slates
+from metaban.models.learner import Learner, Query, State, UserBatch
+from metaban.models.metaban.paper import relative_groups
+from metaban.models.numerics.bias_free_net import Shape, gradient_distance, gradient_norm
+from metaban.models.numerics.dense_net import NetShape
+from metaban.models.numerics.slates import Slates
+from metaban.models.numerics.stacked_users import UserBank
+from metaban.models.posterior_draws import Draws
+from metaban.models.presets import build_learner
+from metaban.models.settings import LearnerSettings, named_settings
 
 CUDA = torch.device("cuda", 0)
 TWO_DEVICES = "two (different )?devices"
@@ -46,8 +46,8 @@ INPUTS, USERS, SAMPLES, ARMS = 5, 7, 6, (3, 1, 4)
 class WithoutDriver(TorchFunctionMode):
     """Turn t[key], t[key] = value and ~t into the operations they stand for.
 
-    These three ask the driver to make the tensor's device current before any operation is dispatched, which a torch
-    built without CUDA refuses even for fake tensors. The operations themselves need no driver.
+    These three make the driver select the tensor's device before any operation is dispatched, which a torch built
+    without CUDA refuses even for fake tensors. The operations themselves need no driver.
     """
 
     def __torch_function__(
@@ -76,13 +76,13 @@ class WithoutDriver(TorchFunctionMode):
 
     @staticmethod
     def all_of(tensor: Tensor, mask: Tensor) -> Tensor:
-        """t[mask] where the mask holds everywhere: how much it really leaves is a number, and there are none here."""
+        """t[mask] for a mask that is true everywhere: the real count is a number, and fake tensors have none."""
         held = mask.view(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
         return torch.where(held, tensor, 0).flatten(0, mask.dim() - 1)
 
     @staticmethod
     def view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
-        """The view that the numbers and slices of a key give, and the tensors of the key by dimension of that view."""
+        """The view selected by the integers and slices of a key, and the key's tensors by dimension of that view."""
         keys = key if isinstance(key, tuple) else (key,)
         if Ellipsis in [part for part in keys if not isinstance(part, Tensor)]:
             place = next(index for index, part in enumerate(keys) if part is Ellipsis)
@@ -109,7 +109,7 @@ class WithoutDriver(TorchFunctionMode):
 
 @pytest.fixture(autouse=True)
 def fake_gpu() -> Iterator[None]:
-    """No real tensor gets in: one made outside of the mode is refused instead of being converted."""
+    """Refuse real tensors: one made outside the mode raises instead of being converted."""
     with FakeTensorMode(allow_non_fake_inputs=False), WithoutDriver():
         yield
 
@@ -120,7 +120,7 @@ def moved(state: State) -> State:
 
 
 def on_gpu(*tensors: Tensor) -> None:
-    """Hold every tensor to being fake, and on the GPU."""
+    """Check that every tensor is fake and on the GPU."""
     for tensor in tensors:
         assert isinstance(tensor, FakeTensor)
         assert tensor.device == CUDA
@@ -142,10 +142,10 @@ def batch(users: int, samples: int, noted: int = 0, start_size: int = 0) -> User
 
 
 def fitted(learner: Learner, shared: State, users: int) -> State:
-    """So many users' states after a fit, through a bank as the service holds them."""
-    newborn = {name: value.expand(users, *value.shape) for name, value in learner.newborn(shared).items()}
-    on_gpu(*newborn.values())
-    states = learner.fit(shared, batch(users, SAMPLES, learner.noted, learner.start_size), newborn)
+    """States of this many users after a fit, through a bank as the service holds them."""
+    initial_user = {name: value.expand(users, *value.shape) for name, value in learner.initial_user(shared).items()}
+    on_gpu(*initial_user.values())
+    states = learner.fit(shared, batch(users, SAMPLES, learner.noted, learner.start_size), initial_user)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     bank = UserBank(learner.fields, learner.dtype, CUDA)
     if users:
@@ -174,21 +174,22 @@ def settings(preset: str, **changes: Any) -> LearnerSettings:
     return named_settings(preset, **{**small, **changes})
 
 
-VARIANTS = [
-    settings("paper"),
+SLOW_VARIANTS = [
     settings("paper", draw="uniform", checkpoints=3),
     settings("paper", rate_schedule="constant", standardize=False, depth=4),
-    settings("pooled"),
     settings("pooled", rate_schedule="constant", standardize=False, depth=4),
     settings("paper", bonus="posterior", draw="uniform", checkpoints=3),
     settings("pooled", bonus="posterior", depth=3),
-    settings("default"),
     settings("default", head_inputs_max=3, head_directions=2, bins=0),
     settings("default", head_inputs_max=3, head_directions=2, apart=False),
     settings("default", head_inputs_max=3, head_directions=2, heads=False),
     settings("default", trunk=False, groups=False, memory=False),
     settings("default", embed=False),
     settings("default", heads=False),
+]
+VARIANTS = [
+    *(settings(preset) for preset in ("paper", "pooled", "default")),
+    *(pytest.param(chosen, marks=pytest.mark.slow) for chosen in SLOW_VARIANTS),
 ]
 
 
@@ -206,14 +207,14 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings) -> None:
         batch(3, SAMPLES, learner.noted, learner.start_size),
         batch(2, SAMPLES + 1, learner.noted, learner.start_size),
     ]
-    # Epochs that change inputs, the second of which finds groups and the last kinds, and one that does not.
+    # Epochs that change inputs, of which the second finds groups and the last kinds, and one that does not.
     for epoch_events, events in ((0, 32), (250, 256), (256, 400), (1_000, 1_024)):
         refit = events != 400 and getattr(chosen, "standardize", True)
         assert learner.refit_due(epoch_events, events) == refit
         shared = learner.derive(shared, teachers, epoch_events, events)
         on_gpu(*shared.values())
     own = {name: value.clone() for name, value in fitted(learner, shared, len(ARMS)).items()}
-    # Training is what takes long here, and has no part in how many users there are to be scored with.
+    # Training takes long here and does not depend on the size of the scored pool.
     for users in (USERS, 0):
         scoring_stays_on_the_gpu(learner, shared, fitted(learner, shared, users), own)
 
@@ -234,16 +235,16 @@ def scoring_stays_on_the_gpu(learner: Learner, shared: State, pool: State, own: 
     assert drawn.sigma.dtype == drawn.draws.dtype == learner.dtype
 
 
-@pytest.mark.parametrize("chosen", VARIANTS, ids=named)
+@pytest.mark.parametrize("chosen", VARIANTS[:3], ids=named)
 def test_explaining_stays_on_the_gpu(chosen: LearnerSettings) -> None:
     learner = build_learner(chosen, INPUTS)
     shared = moved(learner.initial_shared())
-    outline = learner.outline(shared)
+    outline = learner.prepare_epoch(shared)
     own = {name: value[:1].clone() for name, value in fitted(learner, shared, 1).items()}
     asked = Query(
         arms=torch.zeros(4, INPUTS, device=CUDA),
         slates=Slates([4]),
-        own=learner.brief(outline, own),
+        own=learner.prepare_users(outline, own),
         own_row=torch.tensor([0], device=CUDA),
         own_events=torch.tensor([1], device=CUDA),
     )
@@ -272,7 +273,7 @@ def test_the_parts_stay_on_the_gpu() -> None:
 @pytest.mark.parametrize("structure", sorted(STRUCTURES))
 def test_laplace_stays_on_the_gpu(structure: Structure, likelihood: str) -> None:
     shape, damping = NetShape((INPUTS, 4, 2)), torch.ones((), dtype=torch.float64, device=CUDA)
-    likely: Likelihood = Gaussian(damping) if likelihood == "gaussian" else Bernoulli()
+    likely: OutputLikelihood = GaussianOutputs(damping) if likelihood == "gaussian" else BernoulliOutputs()
     start = torch.zeros(shape.parameters, dtype=torch.float64, device=CUDA)
     x = torch.zeros(USERS, SAMPLES, INPUTS, dtype=torch.float64, device=CUDA)
     tasks = TaskBatch(x, x[..., :2], x[..., 0])
@@ -280,7 +281,7 @@ def test_laplace_stays_on_the_gpu(structure: Structure, likelihood: str) -> None
     fitted = laplace(shape, nets, tasks, likely, structure, damping)
     drawn = fitted.curvature.spread(torch.zeros(USERS, 3, shape.parameters, device=CUDA))
     on_gpu(nets, drawn, *fitted.predicted(x), log_evidence(fitted, start, tasks, likely, damping))
-    # What the meta-gradient goes through; autograd itself asks the driver for a stream.
+    # The operations of the meta-gradient; autograd itself asks the driver for a stream.
     on_gpu(adapted(shape, start, tasks, likely, rate=0.1, steps=2), objective(fitted, tasks, likely, 0.5))
     with pytest.raises(RuntimeError, match=TWO_DEVICES):
         fitted.predicted(x.cpu())
@@ -288,8 +289,8 @@ def test_laplace_stays_on_the_gpu(structure: Structure, likelihood: str) -> None
 
 @pytest.mark.parametrize("preset", ["default", "paper", "pooled"])
 @pytest.mark.parametrize("left_behind", ["shared", "pool", "own", "samples"])
-def test_a_state_left_on_the_cpu_would_be_noticed(preset: str, left_behind: str) -> None:
-    """What makes the test above worth something: the same path raises as soon as one part is elsewhere."""
+def test_a_state_left_on_the_cpu_raises(preset: str, left_behind: str) -> None:
+    """The test above can fail: the same path raises when one part is on another device."""
     learner = build_learner(settings(preset), INPUTS)
     on_cpu = learner.initial_shared()
     shared = moved(on_cpu)

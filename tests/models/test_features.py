@@ -1,4 +1,4 @@
-"""From what clients send to inputs: every number in its place, every refusal with its path."""
+"""From JSON features to inputs: every number in its place, every refusal with its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.features import NAMES_TOLD, FeatureError, FeatureLayout, InputNames, assemble, infer_layout
+from metaban.models.features import (
+    NAMES_SHOWN,
+    PROFILE_HASH_DIMENSION,
+    PROFILE_MAX,
+    FeatureError,
+    FeatureLayout,
+    InputNames,
+    assemble,
+    infer_layout,
+    infer_profile_layout,
+    profile_vector,
+)
 
 LARGEST = float(np.finfo(np.float32).max)
 numbers = st.floats(-1e6, 1e6, width=32)
@@ -44,7 +55,7 @@ def requests(draw: st.DrawFn) -> tuple[list[Any], Any]:
 class TestLayout:
     @settings(max_examples=80, deadline=None)
     @given(requests(), st.booleans(), st.booleans())
-    def test_a_request_fits_the_layout_it_implies(
+    def test_a_request_fits_its_inferred_layout(
         self, request_: tuple[list[Any], Any], products: bool, intercept: bool
     ) -> None:
         arms, context = request_
@@ -54,12 +65,14 @@ class TestLayout:
         assert inputs.shape == (len(arms), layout.dimension)
         assert np.isfinite(inputs).all()
         np.testing.assert_array_equal(inputs, assemble(layout, arms, context))
-        for place, arm in enumerate(arms):  # an arm's input is its own, whoever stands beside it
+        for place, arm in enumerate(arms):  # an arm's input does not depend on the other arms
             np.testing.assert_array_equal(assemble(layout, [arm], context)[0], inputs[place])
 
     @settings(max_examples=40, deadline=None)
     @given(requests(), st.booleans(), st.booleans())
-    def test_it_survives_the_store(self, request_: tuple[list[Any], Any], products: bool, intercept: bool) -> None:
+    def test_a_stored_layout_is_restored(
+        self, request_: tuple[list[Any], Any], products: bool, intercept: bool
+    ) -> None:
         layout = infer(*request_, products=products, intercept=intercept)
         assert FeatureLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
@@ -71,11 +84,11 @@ class TestLayout:
 
 
 class TestPlaces:
-    def test_lists_are_taken_as_they_are(self) -> None:
+    def test_lists_are_used_as_they_are(self) -> None:
         inputs = assembled([[1.0, 2.0], [3.0, 4.0]], [5.0, 6.0, 7.0], intercept=True)
         assert inputs.tolist() == [[1, 2, 5, 6, 7, 1], [3, 4, 5, 6, 7, 1]]
 
-    def test_products_are_of_each_arm_feature_with_each_of_the_context(self) -> None:
+    def test_products_of_each_arm_feature_with_each_context_feature(self) -> None:
         inputs = assembled([[1.0, 2.0], [3.0, 4.0]], [5.0, 7.0], products=True, intercept=True)
         assert inputs.tolist() == [[1, 2, 5, 7, 5, 7, 10, 14, 1], [3, 4, 5, 7, 15, 21, 20, 28, 1]]
 
@@ -112,8 +125,8 @@ class TestPlaces:
         assert not np.array_equal(text, one)
         assert not np.array_equal(text, other)
 
-    def test_places_are_the_same_for_ever(self) -> None:
-        """Stored learners depend on them."""
+    def test_hashed_positions_are_fixed(self) -> None:
+        """Stored learners depend on these positions."""
         inputs = assembled([{"price": 2.5, "colour": "red", "new": True}], hash_dimension=8)
         assert inputs.tolist() == [[0.0, -2.5, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]
 
@@ -148,7 +161,7 @@ class TestRefusals:
             (replace(LISTS, context=0), [[1.0, 2.0]], {"x": 1.0}, ("context",), "takes no context"),
         ],
     )
-    def test_each_names_its_field(
+    def test_errors_name_the_field(
         self, layout: FeatureLayout, arms: Any, context: Any, field: tuple[str | int, ...], told: str
     ) -> None:
         with pytest.raises(FeatureError, match=told) as refused:
@@ -164,7 +177,7 @@ class TestRefusals:
         ids=["lists", "named"],
     )
     def test_products_too_large_for_the_learner(self, arms: Any, context: Any, field: tuple[str | int, ...]) -> None:
-        """Each number fits, their product does not: it would spoil every score of the request."""
+        """Each number fits, but their product does not and would spoil every score of the request."""
         with pytest.raises(FeatureError, match="too large") as refused:
             assembled(arms, context, products=True)
         assert refused.value.field == field
@@ -180,7 +193,7 @@ class TestRefusals:
 
 
 class TestNames:
-    """Columns are called what the client called them."""
+    """Columns have the names the client sent."""
 
     def test_of_lists(self) -> None:
         layout = infer([[1, 2]], [3, 4, 5], products=True, intercept=True)
@@ -192,7 +205,7 @@ class TestNames:
     @settings(max_examples=100, deadline=None, derandomize=True)
     @given(named.filter(bool), named.filter(bool), st.sampled_from([1, 3, 32]))
     def test_of_named_values(self, arm: dict[str, Any], context: dict[str, Any], places: int) -> None:
-        """A value alone at its place is what was sent, whatever the sign it was hashed with."""
+        """A value alone at its position has the sent value, whatever its hash sign."""
         layout = infer([arm], context, products=True, hash_dimension=places)
         [row] = assemble(layout, [arm], context)
         told = InputNames(layout, context).of(arm, range(layout.dimension))
@@ -214,10 +227,57 @@ class TestNames:
             (first, one), (second, other) = told[place // places], told[places + place % places]
             assert (name, sign) == (f"{first} × {second}", one * other)
 
-    def test_many_at_one_place(self) -> None:
+    def test_several_names_at_one_position(self) -> None:
         arm = {f"n{number}": 1.0 for number in range(9)}
         layout = infer([arm], hash_dimension=1)
         [(name, _)] = InputNames(layout, None).of(arm, [0])
-        assert name.split(" | ") == [*list(arm)[:NAMES_TOLD], "…"]
+        assert name.split(" | ") == [*list(arm)[:NAMES_SHOWN], "…"]
         few = {"a": 1.0, "b": "x"}
         assert [name for name, _ in InputNames(layout, None).of(few, [0])] == ["a | b=x"]
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+def test_a_list_is_used_as_it_is() -> None:
+    layout = infer_profile_layout([1.0, 2.0, 3.0])
+    assert layout == FeatureLayout(3, 0, False, False, False, False)
+    found = profile_vector(layout, [0.5, -2.0, 1e30])
+    assert found.dtype == np.float64
+    assert found.tolist() == np.float32([0.5, -2.0, 1e30]).astype(np.float64).tolist()
+
+
+def test_names_are_hashed_like_those_of_arms() -> None:
+    told = {"age": 41.0, "country": "NL", "member": True}
+    layout = infer_profile_layout(told)
+    found = profile_vector(layout, told)
+    assert len(found) == layout.dimension == PROFILE_HASH_DIMENSION
+    assert np.array_equal(found, assemble(layout, [told], None)[0])
+    assert sorted(abs(found[found != 0])) == [1.0, 1.0, 41.0]
+    # Absent names count as 0; names not seen before have a position.
+    fewer = profile_vector(layout, {"age": 41.0, "colour": "red"})
+    assert (found != fewer).any()
+
+
+def test_length_limit() -> None:
+    assert infer_profile_layout([0.0] * PROFILE_MAX).dimension == PROFILE_MAX
+    many = {f"name {number}": 1.0 for number in range(2 * PROFILE_MAX)}
+    assert infer_profile_layout(many).dimension == PROFILE_HASH_DIMENSION
+
+
+@pytest.mark.parametrize(
+    ("first", "told", "why"),
+    [
+        ([1.0, 2.0], [1.0], "takes 2 numbers, not 1"),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], "takes 2 numbers, not 3"),
+        ([1.0, 2.0], {"a": 1.0}, "takes a list of 2 numbers"),
+        ({"a": 1.0}, [1.0], "takes an object of named values"),
+        ([1.0, 2.0], [1.0, 1e39], "too large"),
+        ({"a": 1.0}, {"a": 1e39}, "too large"),
+        (None, [0.0] * (PROFILE_MAX + 1), "at most 256"),
+    ],
+)
+def test_invalid_profiles_are_refused(first: Any, told: Any, why: str) -> None:
+    with pytest.raises(FeatureError, match=why) as refused:
+        profile_vector(infer_profile_layout(first or told), told)
+    assert refused.value.field == ("user_features",)

@@ -1,18 +1,31 @@
-"""Learner settings: presets, what they refuse, and how they are stored."""
+"""Learner settings: presets, refusals and storage."""
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from models.posterior import PosteriorLearner
-from models.settings import PRESETS, MetaBanSettings, PosteriorSettings, named_settings, stored_settings
+from metaban.models.default.learner import PosteriorLearner
+from metaban.models.presets import build_learner
+from metaban.models.settings import (
+    LIMITS,
+    PRESETS,
+    SHARED_NUMBERS_MAX,
+    USER_NUMBERS_MAX,
+    MetaBanSettings,
+    PosteriorSettings,
+    named_settings,
+    stored_settings,
+)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_what_is_stored_comes_back(preset: Any) -> None:
+def test_stored_settings_are_restored(preset: Any) -> None:
     settings = named_settings(preset, alpha=0.3, seed=4)
     assert stored_settings(settings.to_json()) == settings
     assert settings.preset == preset
@@ -29,7 +42,7 @@ def test_what_is_stored_comes_back(preset: Any) -> None:
         ("clip_norm", 0), ("log_constant", 0), ("checkpoints", 0), ("user_weight", -1), ("bonus", "ucb"), ("noise", 0),
     ],
 )  # fmt: skip
-def test_what_no_learner_could_use_is_refused_by_name(name: str, value: object) -> None:
+def test_invalid_values_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         stored_settings({"preset": "paper", name: value})
 
@@ -46,13 +59,13 @@ def test_what_no_learner_could_use_is_refused_by_name(name: str, value: object) 
         ("user_weight", -1), ("head_directions", 49), ("seed", 1.5), ("seed", "0"),
     ],
 )  # fmt: skip
-def test_what_the_default_learner_could_not_use_is_refused_by_name(name: str, value: object) -> None:
+def test_invalid_values_of_the_default_learner_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         stored_settings({"preset": "default", name: value})
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_what_is_not_known_is_refused(preset: str) -> None:
+def test_unknown_settings_are_refused(preset: str) -> None:
     with pytest.raises(ValueError, match="unknown learner settings: surprise"):
         named_settings(preset, surprise=1)
 
@@ -61,13 +74,13 @@ def test_what_is_not_known_is_refused(preset: str) -> None:
     ("preset", "foreign"),
     [("default", "user_rate"), ("default", "gamma"), ("paper", "bins"), ("pooled", "groups")],
 )
-def test_a_setting_of_another_learner_is_not_known(preset: str, foreign: str) -> None:
+def test_settings_of_another_learner_are_refused(preset: str, foreign: str) -> None:
     with pytest.raises(ValueError, match=f"unknown learner settings: {foreign}"):
         named_settings(preset, **{foreign: 1})
 
 
 @pytest.mark.parametrize("preset", ["other", "", "Default"])
-def test_a_preset_that_is_not_there_is_refused(preset: str) -> None:
+def test_unknown_presets_are_refused(preset: str) -> None:
     with pytest.raises(ValueError, match="preset must be one of default, paper, pooled"):
         named_settings(preset)
 
@@ -87,7 +100,7 @@ def test_structure_is_what_stored_tensors_depend_on() -> None:
 
 
 def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> None:
-    """Whatever changes the shape of a stored tensor, or what a number in it stands for, belongs to the structure."""
+    """A setting that changes a stored tensor's shape, or the meaning of its numbers, belongs to the structure."""
     settings = named_settings("default")
     kept = named_settings("default", alpha=1.0, nu=2.0, groups=False, memory=False, trunk_rate=0.1, epoch_events=9)
     assert kept.structure() == settings.structure()
@@ -102,7 +115,7 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
 
 
 def test_shapes_depend_on_the_structure_alone() -> None:
-    """Settings outside of the structure may change under stored users: no tensor may change its shape with them."""
+    """Settings outside the structure may change under stored users, so tensor shapes must not depend on them."""
 
     def shapes(settings: PosteriorSettings) -> dict[str, tuple[int, ...]]:
         learner = PosteriorLearner(settings, 60)
@@ -114,3 +127,96 @@ def test_shapes_depend_on_the_structure_alone() -> None:
             value = getattr(settings, field.name)
             other = not value if isinstance(value, bool) else value + 1
             assert shapes(replace(settings, **{field.name: other})) == shapes(settings)
+
+
+# ---------------------------------------------------------------------- limits
+
+
+NUMBERS = [
+    (preset, field.name)
+    for preset in sorted(PRESETS)
+    for field in fields(PosteriorSettings if preset == "default" else MetaBanSettings)
+    if field.type in ("int", "float")
+]
+
+
+@pytest.mark.parametrize(("preset", "name"), NUMBERS)
+def test_every_number_has_limits(preset: str, name: str) -> None:
+    limits = named_settings(preset).NARROWER.get(name, LIMITS[name])
+    whole = isinstance(getattr(named_settings(preset), name), int)
+    beyond = [limits.least - 1, limits.most + 1] if whole else [limits.least - 1, limits.most * 1.01, 1e308, 10**400]
+    if limits.below:
+        beyond.append(limits.most)
+    if limits.above:
+        beyond.append(limits.least)
+    for value in beyond:
+        with pytest.raises(
+            ValueError, match=rf"^{name} must be (at least|above) .* and (at most|below) {int(limits.most)}$"
+        ):
+            named_settings(preset, **{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_every_limit_belongs_to_a_setting(name: str) -> None:
+    assert name in {number for _, number in NUMBERS}
+    assert LIMITS[name].least < LIMITS[name].most < math.inf
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("inputs", [1, 13, 4_096])
+def test_presets_are_within_all_limits_at_the_largest_input_size(preset: str, inputs: int) -> None:
+    build_learner(named_settings(preset), inputs)
+
+
+@pytest.mark.parametrize(
+    ("preset", "inputs", "changes", "blamed"),
+    [
+        ("default", 3, {"width": 4_000}, "members, width, depth, codes_max and 3 inputs"),
+        ("default", 3, {"members": 64, "width": 512}, "members, width, depth, codes_max and 3 inputs"),
+        ("default", 1, {"width": 1_024, "depth": 16}, "members, width, depth, codes_max and 1 input make"),
+        ("default", 64, {"bins": 1_024, "codes_max": 65_536}, "members, width, depth, codes_max and 64 inputs"),
+        ("default", 100_000, {}, "members, width, depth, codes_max and 100000 inputs"),
+        ("default", 300, {"memory_samples": 4_096, "head_inputs_max": 256, "head_directions": 256},
+         "head_inputs_max, head_directions, products_max, memory_samples and 300 inputs"),
+        ("default", 3, {"replayed": 16_384, "epoch_steps_max": 100_000},
+         "replayed, epoch_steps_max, members, width, depth, codes_max and 3 inputs"),
+        ("paper", 3, {"width": 4_096, "depth": 3}, "width, depth and 3 inputs"),
+        ("paper", 200, {"width": 4_096}, "width, depth, checkpoints, recent_samples and 200 inputs"),
+        ("paper", 100, {"draw": "uniform", "checkpoints": 256}, "width, depth, checkpoints, recent_samples and 100"),
+        ("paper", 100, {"user_steps": 10_000}, "user_steps, width, depth and 100 inputs"),
+        ("pooled", 1_000, {"recent_samples": 4_096}, "width, depth, checkpoints, recent_samples and 1000 inputs"),
+        ("pooled", 10, {"meta_steps": 10_000, "step_samples": 4_096}, "meta_steps, step_samples, width, depth and 10"),
+    ],
+)  # fmt: skip
+def test_combined_sizes_are_limited(preset: str, inputs: int, changes: dict[str, Any], blamed: str) -> None:
+    settings = named_settings(preset, **changes)  # each setting alone is within its limits
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=rf"^{re.escape(blamed)}.* more than the [\d,]+ allowed$"):
+        build_learner(settings, inputs)
+    assert time.perf_counter() - began < 1, "it must be refused before it is built"
+
+
+def test_the_memory_of_a_trunk_step_is_limited() -> None:
+    with pytest.raises(ValueError, match=r"^replayed, members, width and depth make 67,108,864 numbers of a step"):
+        named_settings("default", replayed=16_384, members=32, width=64, depth=2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "inputs", "changes"),
+    [
+        ("default", 5, {"width": 700, "depth": 16, "members": 1}),
+        ("default", 64, {"bins": 1_024, "codes_max": 65_536, "width": 31}),
+        ("default", 300, {"head_inputs_max": 256, "head_directions": 31, "products_max": 512}),
+        ("paper", 5, {"width": 700, "depth": 3}),
+        ("paper", 39, {"draw": "uniform", "checkpoints": 256, "user_steps": 1_000}),
+    ],
+)
+def test_the_largest_allowed_learners_are_built_in_seconds(preset: str, inputs: int, changes: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    learner = build_learner(named_settings(preset, **changes), inputs)
+    shared = learner.initial_shared()
+    state = learner.initial_user(shared)
+    assert time.perf_counter() - began < 10
+    assert sum(tensor.numel() for tensor in state.values()) <= USER_NUMBERS_MAX
+    assert learner.network_size <= SHARED_NUMBERS_MAX
+    assert sum(tensor.numel() for tensor in shared.values()) <= 4 * SHARED_NUMBERS_MAX

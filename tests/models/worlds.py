@@ -1,7 +1,7 @@
-"""Small populations with pasts and requests, for the fast learner of preset `paper` and the literal one alike.
+"""Small populations with samples and requests, for preset `paper` and its literal version.
 
-`worlds()` draws them at random, `small_world()` gives a fixed one; `judge()` plays one and holds every arm's group,
-mean, bonus and score to the printed algorithms.
+`worlds()` draws random ones and `small_world()` returns a fixed one. `check_against_literal()` compares every arm's
+group, mean, bonus and score with the printed algorithms.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.learner import Query, Scores, State, UserBatch
-from models.metaban import PaperLearner
-from models.normalizer import LARGEST_DEVIATION
-from models.settings import MetaBanSettings, named_settings
-from models.slates import Slates
+from metaban.models.learner import Query, Scores, State, UserBatch
+from metaban.models.metaban.paper import PaperLearner
+from metaban.models.numerics.normalizer import LARGEST_DEVIATION
+from metaban.models.numerics.slates import Slates
+from metaban.models.settings import MetaBanSettings, named_settings
 from tests.models.literal import LiteralArm, LiteralMetaBan, LiteralSettings
 
-#: Far above any gradient met here: the algorithms as printed do not clip.
+#: Far above any gradient in these tests: the algorithms as printed do not clip.
 NO_CLIPPING = 1e9
-#: A distance this near the threshold may fall on either side of it.
+#: A distance this close to the threshold may fall on either side.
 TIE = {torch.float64: 1e-12, torch.float32: 1e-5}
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 
-#: Users of the pool are named u0, u1, …; askers outside of it by what they are.
+#: Pool users are named u0, u1, …; asking users outside the pool have these names.
 STRANGER, OUTSIDER = "stranger", "outsider"
 
 
 @dataclass
 class Person:
-    """A user's past: what was observed and is still kept, and how many events there ever were."""
+    """A user's samples that are still kept, and the number of all their events."""
 
     features: Tensor  # [s, d]
     rewards: Tensor  # [s]
@@ -42,19 +42,19 @@ class Person:
 
 @dataclass
 class World:
-    """Settings, people and requests, from which the fast learner and the literal one are both built."""
+    """Settings, users and requests, from which the fast and the literal learner are built."""
 
     settings: MetaBanSettings
     inputs: int
     people: dict[str, Person]
     pool: list[str]
-    requests: list[tuple[str, Tensor]]  # who asks, and among which arms [k, d]
+    requests: list[tuple[str, Tensor]]  # asking user, and arms [k, d]
     mean: Tensor | None = None
     scale: Tensor | None = None
 
 
 def learner_settings(**changes: Any) -> MetaBanSettings:
-    """Preset `paper` at a size for tests, without clipping or inputs changed unless asked for."""
+    """Preset `paper` at a size for tests, by default without clipping and input scaling."""
     defaults = {
         "width": 6,
         "user_steps": 2,
@@ -67,20 +67,22 @@ def learner_settings(**changes: Any) -> MetaBanSettings:
 
 
 def person(d: int, samples: int, generator: torch.Generator, *, forgotten: int = 0, weight: float = 1.0) -> Person:
-    """Somebody with that many kept observations, and some more that the log no longer holds."""
+    """A user with this many kept samples, and some more events that the log no longer holds."""
     features = torch.randn(samples, d, generator=generator, dtype=torch.float64)
     rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
-    return Person(single(features), single(rewards), samples + (forgotten if samples else 0), weight)
+    return Person(
+        rounded_to_float32(features), rounded_to_float32(rewards), samples + (forgotten if samples else 0), weight
+    )
 
 
-def single(values: Tensor) -> Tensor:
-    """The same numbers, such that float32 holds them exactly."""
+def rounded_to_float32(values: Tensor) -> Tensor:
+    """The same numbers rounded to float32."""
     return values.to(torch.float32).to(torch.float64)
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Every shape: nobody to eight users, up to three requests, ragged pasts, narrow and wide groups."""
+    """Every shape: zero to eight users, up to three requests, ragged samples, narrow and wide groups."""
     d, m, depth = draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(st.integers(2, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     samples = st.integers(0, 5)
@@ -94,7 +96,7 @@ def worlds(draw: st.DrawFn) -> World:
     people[OUTSIDER] = person(d, draw(st.integers(1, 5)), generator, weight=draw(weights))
     askers = draw(st.lists(st.sampled_from([*pool, STRANGER, OUTSIDER]), min_size=1, max_size=3, unique=True))
     requests = [
-        (asker, single(torch.randn(draw(st.integers(1, 6)), d, generator=generator, dtype=torch.float64)))
+        (asker, rounded_to_float32(torch.randn(draw(st.integers(1, 6)), d, generator=generator, dtype=torch.float64)))
         for asker in askers
     ]
     schedule = draw(st.sampled_from(["constant", "per-event"]))
@@ -117,7 +119,7 @@ def worlds(draw: st.DrawFn) -> World:
         xi1=draw(st.floats(0, 2)),
         epsilon1=draw(st.floats(0, 1)),
         delta=draw(st.sampled_from([0.01, 0.1, 0.9])),
-        # Small enough for a logarithm below 0 too, never just at 0, where the root of it has no derivative.
+        # Small enough for a logarithm below 0 too, never exactly 0, where its square root has no derivative.
         log_constant=draw(st.sampled_from([7e-4, 1.0, 3.0])),
         standardize=standardized,
         input_norm=draw(st.sampled_from([0.0, 0.0, 1.0, 2.24])),
@@ -125,13 +127,13 @@ def worlds(draw: st.DrawFn) -> World:
     )
     world = World(chosen, d, people, pool, requests)
     if standardized:
-        world.mean = single(torch.randn(d, generator=generator, dtype=torch.float64))
-        world.scale = single(torch.rand(d, generator=generator, dtype=torch.float64) + 0.5)
+        world.mean = rounded_to_float32(torch.randn(d, generator=generator, dtype=torch.float64))
+        world.scale = rounded_to_float32(torch.rand(d, generator=generator, dtype=torch.float64) + 0.5)
     return world
 
 
 def literal_of(world: World, theta0: Tensor) -> LiteralMetaBan:
-    """The printed algorithms, having seen what the world's people did."""
+    """The printed algorithms after the samples of the world's users."""
     names = set(LiteralSettings.__dataclass_fields__) & set(MetaBanSettings.__dataclass_fields__) - {"checkpoints"}
     shared = {name: getattr(world.settings, name) for name in names}
     mean, scale = world.mean, world.scale
@@ -152,7 +154,7 @@ def literal_of(world: World, theta0: Tensor) -> LiteralMetaBan:
 
 
 def batch_of(people: list[Person], dtype: torch.dtype, *, draw: list[int] | None = None, padding: int = 0) -> UserBatch:
-    """Those people side by side; what stands in the padding must not matter, so it is not zero."""
+    """A padded batch of these users; the padding is not zero because it must have no effect."""
     d = people[0].features.shape[1]
     longest = max(past.rewards.shape[0] for past in people) + padding
     features = torch.full((len(people), longest, d), 7.0, dtype=dtype)
@@ -177,7 +179,7 @@ def batch_of(people: list[Person], dtype: torch.dtype, *, draw: list[int] | None
 
 
 def stack(state: State, count: int) -> State:
-    """One user's state, that many times."""
+    """One user's state, repeated."""
     return {name: value.expand(count, *value.shape).clone() for name, value in state.items()}
 
 
@@ -190,18 +192,18 @@ def shared_of(world: World, learner: PaperLearner) -> State:
 
 
 def fitted_states(world: World, learner: PaperLearner, shared: State) -> dict[str, State]:
-    """Everybody's state by `fit`, in one batch; the stranger is newborn."""
+    """All users' states by `fit`, in one batch; the new user is initial_user."""
     names = list(world.people)
     batch = batch_of(list(world.people.values()), learner.dtype)
-    fitted = learner.fit(shared, batch, stack(learner.newborn(shared), len(names)))
+    fitted = learner.fit(shared, batch, stack(learner.initial_user(shared), len(names)))
     states = {name: {key: value[index] for key, value in fitted.items()} for index, name in enumerate(names)}
-    states[STRANGER] = learner.newborn(shared)
+    states[STRANGER] = learner.initial_user(shared)
     return states
 
 
 def pool_of(world: World, learner: PaperLearner, shared: State, states: dict[str, State]) -> State:
-    """The pool's states, stacked; [0, …] when there is nobody."""
-    empty = learner.newborn(shared)
+    """The pool's states, stacked; [0, …] for an empty pool."""
+    empty = learner.initial_user(shared)
     return {
         key: torch.stack([states[name][key] for name in world.pool])
         if world.pool
@@ -223,8 +225,8 @@ def query_of(world: World, learner: PaperLearner, states: dict[str, State]) -> Q
 
 
 @dataclass
-class Played:
-    """The fast learner's view of a world, and what it answered."""
+class FastResult:
+    """The fast learner on a world, with its states and scores."""
 
     learner: PaperLearner
     shared: State
@@ -232,11 +234,11 @@ class Played:
     pool: State
     query: Query
     scores: Scores
-    others: Tensor  # bool [N, P]: who else is in an arm's group
+    others: Tensor  # bool [N, P]: other members of an arm's group
 
 
-def play(world: World, dtype: torch.dtype) -> Played:
-    """Fit everybody and score every request with the fast learner."""
+def play_fast(world: World, dtype: torch.dtype) -> FastResult:
+    """Fit all users and score every request with the fast learner."""
     learner = PaperLearner(world.settings, world.inputs, dtype)
     shared = shared_of(world, learner)
     states = fitted_states(world, learner, shared)
@@ -244,11 +246,11 @@ def play(world: World, dtype: torch.dtype) -> Played:
     query = query_of(world, learner, states)
     scores = learner.score(shared, pool, query)
     others = learner.groups(pool, query, learner.inputs(shared, query.arms))
-    return Played(learner, shared, states, pool, query, scores, others)
+    return FastResult(learner, shared, states, pool, query, scores, others)
 
 
-def close(actual: Tensor | float, expected: Tensor | float, tolerance: float) -> None:
-    """Equal to a tolerance that is absolute below one and relative above."""
+def assert_close(actual: Tensor | float, expected: Tensor | float, tolerance: float) -> None:
+    """Check equality with a tolerance that is absolute below one and relative above."""
     torch.testing.assert_close(
         torch.as_tensor(actual, dtype=torch.float64),
         torch.as_tensor(expected, dtype=torch.float64),
@@ -257,8 +259,8 @@ def close(actual: Tensor | float, expected: Tensor | float, tolerance: float) ->
     )
 
 
-def compare(world: World, played: Played, literal: LiteralMetaBan) -> list[LiteralArm]:
-    """Hold every arm's group, mean, bonus and score to the literal ones; arms with a tie are passed over."""
+def compare(world: World, played: FastResult, literal: LiteralMetaBan) -> list[LiteralArm]:
+    """Compare every arm's group, mean, bonus and score with the literal ones; arms with a tie are skipped."""
     dtype = played.learner.dtype
     threshold = (world.settings.nu - 1) / world.settings.nu * world.settings.gamma
     scores = played.scores
@@ -275,9 +277,9 @@ def compare(world: World, played: Played, literal: LiteralMetaBan) -> list[Liter
             assert members | {asker} | tied == arm.members | tied
             if not tied:
                 assert scores.group_size[row].item() == len(arm.members)
-                close(scores.mean[row].item(), arm.mean, TOLERANCE[dtype])
-                close(scores.bonus[row].item(), arm.bonus, TOLERANCE[dtype])
-                close((scores.mean + scores.bonus)[row].item(), arm.score, TOLERANCE[dtype])
+                assert_close(scores.mean[row].item(), arm.mean, TOLERANCE[dtype])
+                assert_close(scores.bonus[row].item(), arm.bonus, TOLERANCE[dtype])
+                assert_close((scores.mean + scores.bonus)[row].item(), arm.score, TOLERANCE[dtype])
                 judged.append(arm)
             row += 1
     assert row == scores.mean.shape[0] == scores.bonus.shape[0]
@@ -291,12 +293,12 @@ def small_world(seed: int = 0, *, users: int = 4, asker: str = "u0", arms: int =
     pool = list(people)
     people[STRANGER] = person(3, 0, generator)
     people[OUTSIDER] = person(3, 3, generator)
-    requests = [(asker, single(torch.randn(arms, 3, generator=generator, dtype=torch.float64)))]
+    requests = [(asker, rounded_to_float32(torch.randn(arms, 3, generator=generator, dtype=torch.float64)))]
     return World(learner_settings(**changes), 3, people, pool, requests)
 
 
-def judge(world: World, dtype: torch.dtype = torch.float64) -> tuple[Played, list[LiteralArm]]:
-    """Play a world, compare every arm, and return both sides."""
-    played = play(world, dtype)
+def check_against_literal(world: World, dtype: torch.dtype = torch.float64) -> tuple[FastResult, list[LiteralArm]]:
+    """Score a world with both learners, compare every arm, and return both sides."""
+    played = play_fast(world, dtype)
     literal = literal_of(world, played.shared["theta0"])
     return played, compare(world, played, literal)

@@ -1,26 +1,26 @@
-"""A namespace of two partitions, its stores, and makers of records."""
+"""A namespace of two partitions, its stores, and functions that make records."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from store.events import EventStream, RewardEvent
-from store.keys import NamespaceKeys
-from store.namespaces import NamespaceRecord, Namespaces
-from store.users import UserState, UserStore
-
-MakeEvent = Callable[..., RewardEvent]
-MakeState = Callable[..., UserState]
-Picture = Callable[[], Awaitable[dict[bytes, object]]]
+from metaban.store.catalogue import CatalogueStore
+from metaban.store.events.event import RewardEvent
+from metaban.store.events.stream import EventStream
+from metaban.store.keys import NamespaceKeys
+from metaban.store.namespaces import NamespaceRecord, NamespaceStore
+from metaban.store.users.records import UserState
+from metaban.store.users.users import UserStore
+from tests.store.helpers import MakeCatalogue, MakeEvent, MakeState, Picture
 
 
 @pytest.fixture
 async def record(redis: Redis) -> NamespaceRecord:
-    return await Namespaces(redis).open_or_create("shop", partitions=2, seed=7, learner={"kind": "linear"})
+    return await NamespaceStore(redis).open_or_create("shop", partitions=2, seed=7, learner={"kind": "linear"})
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def stream(redis: Redis, keys: NamespaceKeys) -> EventStream:
 
 @pytest.fixture
 def users(redis: Redis, record: NamespaceRecord) -> UserStore:
-    return UserStore(redis, record.keys, record.store_epoch, samples_kept=3)
+    return UserStore(redis, record.keys, record.store_id, samples_kept=3)
 
 
 @pytest.fixture
 def neighbours(keys: NamespaceKeys) -> list[str]:
-    """Users who share partition 0."""
+    """Users of partition 0."""
     return [user for user in (f"user {n}" for n in range(40)) if keys.partition_of(user) == 0][:5]
 
 
@@ -75,9 +75,22 @@ def make_state() -> MakeState:
 
 @pytest.fixture
 def picture(redis: Redis) -> Picture:
-    """Everything the store holds, byte for byte."""
+    """All contents of the store as bytes."""
 
     async def take() -> dict[bytes, object]:
         return {key: await redis.dump(key) async for key in redis.scan_iter()}
 
     return take
+
+
+@pytest.fixture
+def make_catalogue(redis: Redis, record: NamespaceRecord) -> MakeCatalogue:
+    def make(**changes: Any) -> CatalogueStore:
+        return CatalogueStore(redis, record.keys, record.store_id, **{"arms_max": 1_000, **changes})
+
+    return make
+
+
+@pytest.fixture
+def arms(make_catalogue: MakeCatalogue) -> CatalogueStore:
+    return make_catalogue()

@@ -1,4 +1,4 @@
-"""Failpoints: parsed strictly, and deadly at the right time."""
+"""Failpoints: parsed strictly; the process ends at the right pass."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 
 import pytest
 
-from store.failpoints import armed, parse_failpoints, reach
+from metaban.store.failpoints import armed, parse_failpoints, reach
 
 
-def test_places_and_times_are_parsed() -> None:
+def test_names_and_counts_are_parsed() -> None:
     assert parse_failpoints("") == {}
     assert parse_failpoints("a=1, b:arm=7=3,") == {"a": 1, "b:arm=7": 3}
 
 
 @pytest.mark.parametrize("text", ["a", "a=", "a=0", "a=-1", "=1", "a=x"])
-def test_what_is_no_place_is_refused(text: str) -> None:
+def test_unknown_failpoints_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="place=times"):
         parse_failpoints(text)
 
 
-def test_nothing_happens_where_nothing_is_armed() -> None:
+def test_failpoints_that_are_not_armed_do_nothing() -> None:
     assert not armed()
     reach("anywhere")
     left = {"elsewhere": 1, "here": 3, "here:other": 1}
@@ -32,9 +32,9 @@ def test_nothing_happens_where_nothing_is_armed() -> None:
 
 
 @pytest.mark.parametrize("armed_with", ["here=2", "here:mine=2"])
-def test_the_process_dies_at_the_last_time(armed_with: str) -> None:
+def test_the_process_ends_at_the_given_pass(armed_with: str) -> None:
     program = (
-        "from store.failpoints import reach\n"
+        "from metaban.store.failpoints import reach\n"
         "for number in range(3):\n"
         "    print(number, flush=True)\n"
         "    reach('here', 'mine')\n"

@@ -1,4 +1,4 @@
-"""What rewards mean: rules that make sense together, and defaults."""
+"""Reward rules: valid combinations and defaults."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from store.reward_range import REWARD_LIMIT, RewardRange
-from store.reward_rules import RewardRules
+from metaban.store.reward_rules import REWARD_LIMIT, RewardRange, RewardRules
 
 
 @pytest.mark.parametrize(
@@ -36,17 +37,63 @@ from store.reward_rules import RewardRules
         {"window": 3},
     ],
 )
-def test_rules_that_make_no_sense(wrong: dict[str, Any]) -> None:
+def test_invalid_rules_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         RewardRules.from_json(wrong)
 
 
-def test_as_json_and_back() -> None:
+def test_json_round_trip() -> None:
     rules = RewardRules("first", -1, 5, 0, 60)
     assert RewardRules.from_json(rules.to_json()) == rules
     assert RewardRules.from_json(None) == RewardRules.from_json({}) == RewardRules()
-    assert rules.to_json().keys() == {each.name for each in fields(RewardRules)}
+    assert rules.to_json().keys() == {each.name for each in fields(RewardRules) if each.init}
     assert rules.range == RewardRange(-1, 5)
     assert rules.overdue_ms(1_000) == 61_000
     assert RewardRules().overdue_ms(1_000) is None
     assert RewardRules(wait_s=60).overdue_ms(1_000) is None
+
+
+# ---------------------------------------------------------------------- ranges
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+DEFAULT = RewardRules().range
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> RewardRange:
+    least = draw(NUMBERS)
+    return RewardRange(least, least + draw(st.floats(0.01, 1e6)))
+
+
+def test_default_range_changes_nothing() -> None:
+    assert [DEFAULT.scaled(reward) for reward in (0.0, 0.1, 1 / 3, 1.0)] == [0.0, 0.1, 1 / 3, 1.0]
+    assert [DEFAULT.as_sent(reward) for reward in (0.0, 0.1, 1 / 3, 1.0)] == [0.0, 0.1, 1 / 3, 1.0]
+    assert [DEFAULT.takes(reward) for reward in (-1e-9, 0, 0.5, 1, 1.01)] == [False, True, True, True, False]
+
+
+@given(ranges(), st.floats(0, 1))
+def test_a_range_is_mapped_to_0_to_1(sent_in: RewardRange, share: float) -> None:
+    reward = sent_in.least + share * (sent_in.greatest - sent_in.least)
+    assert 0 <= sent_in.scaled(reward) <= 1
+    assert sent_in.scaled(sent_in.least) == 0
+    assert sent_in.scaled(sent_in.greatest) == 1
+    if sent_in.takes(reward):
+        assert sent_in.as_sent(sent_in.scaled(reward)) == pytest.approx(reward, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("least", "greatest"),
+    [
+        (1, 1),
+        (2, 1),
+        (float("nan"), 1),
+        (0, float("nan")),
+        (0, float("inf")),
+        (-float("inf"), 0),
+        (0, 2 * REWARD_LIMIT),
+    ],
+)
+def test_invalid_ranges_are_refused(least: float, greatest: float) -> None:
+    with pytest.raises(ValueError, match="cannot lie between"):
+        RewardRange(least, greatest)

@@ -5,34 +5,34 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.chaos.auditor import consistency, read_books
+from tests.chaos.clients import SentEvents
 from tests.chaos.deployment import Valkey, wait_until
-from tests.chaos.ledger import Ledger
 from tests.chaos.run import Run
+from tests.chaos.store_audit import consistency, read_store
 
-#: Bytes at the end that are all tried in a long run.
+#: Last bytes that are all tried in a long run.
 TAIL_BYTES = 1_024
-#: Bytes at the end from which others are drawn: they hold many commands.
+#: Last bytes from which further cuts are drawn; they hold many commands.
 WIDER_BYTES = 256 * 1_024
 #: Cuts of either kind in a short run.
 SHORT_CUTS = 16
-#: Seconds from which a run is long: a boot takes about 50 ms.
+#: A run of at least this many seconds is long; a start takes about 50 ms.
 LONG_S = 20.0
 
 
 def cut_file(run: Run) -> None:
-    """The append-only file cut at each of its last bytes: it boots, and nothing is half done."""
-    ledger = Ledger()
+    """The append-only file cut at each of its last bytes: the store starts, and no update is half applied."""
+    sent = SentEvents()
     with run.deployment(workers=1) as deployment:
         deployment.start()
-        with run.load(deployment, ledger):
-            wait_until(lambda: len(ledger.acknowledged()) > 150, "there is something to lose")
+        with run.load(deployment, sent):
+            wait_until(lambda: len(sent.acknowledged()) > 150, "there is something to lose")
             deployment.valkey.kill()
             source = deployment.folder / "whole"
             shutil.copytree(deployment.valkey.data, source)
             deployment.valkey.start()
         states, most, least = _cut(run, source, deployment.folder / "cut")
-        run.close_books(deployment, ledger)
+        run.audit_store(deployment, sent)
     run.note(f"{run.row.kills} boots, {states} different states, of {least} to {most} events applied")
 
 
@@ -53,10 +53,10 @@ def _cut(run: Run, source: Path, folder: Path) -> tuple[int, int, int]:
         valkey = Valkey(folder, "everysec")
         try:
             valkey.start()
-            books = read_books(valkey.client)
-            problems = [*books.problems, *consistency(books)]
+            contents = read_store(valkey.client)
+            problems = [*contents.problems, *consistency(contents)]
             run.row.problems += [f"cut at byte {place} of {len(content)}: {problem}" for problem in problems]
-            seen.add((books.counters.get("enqueued", 0), books.counters.get("applied", 0)))
+            seen.add((contents.counters.get("enqueued", 0), contents.counters.get("applied", 0)))
         finally:
             valkey.close()
         run.row.kills += 1

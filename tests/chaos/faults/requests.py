@@ -1,4 +1,4 @@
-"""What clients see when a server stops, and what they may send."""
+"""A server that stops under load, and extreme inputs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,36 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from store.connection import connect
-from store.decisions import Decision
-from store.events import EventStream, RewardEvent
-from tests.chaos.auditor import call, load_record, read_books, wait_drained
+from metaban.store.client.connection import connect
+from metaban.store.decisions.decisions import DecisionRecord
+from metaban.store.events.event import RewardEvent
+from metaban.store.events.stream import EventStream
+from tests.chaos.clients import Client, Event, GivenUp, SentEvents
 from tests.chaos.deployment import Deployment, wait_until
-from tests.chaos.ledger import Client, Event, GivenUp, Ledger
-from tests.chaos.proxy import Proxy, Weather
+from tests.chaos.proxy import NetworkFaults, Proxy
 from tests.chaos.run import Run
+from tests.chaos.store_audit import call, load_record, read_store, wait_drained
 
-#: Makes requests long enough that many are under way when the server is told to stop.
+#: Clients that send requests, each on a new connection.
+LOAD_CLIENTS = 12
+
+#: Makes requests long enough that many are in progress when the server stops.
 DELAY_S = 0.02
-#: Threads that do nothing but connect and ask whether the server is alive.
+#: Threads that only connect and send health checks.
 KNOCKERS = 3
 KNOCK_TIMEOUT_S = 20.0
 KNOCK = b"GET /health/live HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\n\r\n"
-#: Largest number of a request, and of float32.
+#: Largest number of a request, and largest float32.
 HUGE, HUGEST = 1e30, 3.0e38
 
 
 def stop_servers(run: Run) -> None:
-    """SIGTERM under load: whoever got a connection gets an answer, and later ones are refused, not dropped."""
-    ledger = Ledger()
+    """SIGTERM under load: accepted connections are answered, later ones refused.
+
+    Connections that the system holds when the listener closes were never accepted, and are reset: at most one of each
+    client at each stop.
+    """
+    sent = SentEvents()
     stops = 0
     seen: Counter[str] = Counter()
     with (
@@ -44,12 +52,12 @@ def stop_servers(run: Run) -> None:
     ):
         deployment.store_url = proxy.url
         deployment.start()
-        proxy.weather = Weather(delay_s=DELAY_S)
+        proxy.faults = NetworkFaults(delay_s=DELAY_S)
         server = deployment.servers[0]
-        with run.load(deployment, ledger, clients=12, pace_s=0.0, repeated=0.0, keep_connections=False):
+        with run.load(deployment, sent, clients=LOAD_CLIENTS, pace_s=0.0, repeated=0.0, keep_connections=False):
             while run.going() or not stops:
-                _wait_answers(ledger, 10)
-                knocks = [_knock(server.url, seen) for _ in range(KNOCKERS)]
+                _wait_answers(sent, 10)
+                knocks = [_connect_until_refused(server.url, seen) for _ in range(KNOCKERS)]
                 time.sleep(run.rng.uniform(0, 0.3))
                 server.send(signal.SIGTERM)
                 for knock in knocks:
@@ -60,17 +68,18 @@ def stop_servers(run: Run) -> None:
                 stops += 1
                 server.start()
                 server.wait_ready()
-        proxy.weather = Weather()
+        proxy.faults = NetworkFaults()
         answered = seen.pop("answered", 0)
-        dropped = seen + ledger.dropped
+        dropped = seen + sent.dropped
         for what, times in dropped.items():
-            run.expect(False, f"{times} requests were dropped: {what}")
-        run.close_books(deployment, ledger)
-    run.note(f"{stops} stops under load, {answered + len(ledger.events):,} answered, {dropped.total()} dropped")
+            allowed = stops * (LOAD_CLIENTS + KNOCKERS) if "reset by peer" in what else 0
+            run.expect(times <= allowed, f"{times} requests were dropped: {what}")
+        run.audit_store(deployment, sent)
+    run.note(f"{stops} stops under load, {answered + len(sent.events):,} answered, {dropped.total()} dropped")
 
 
-def _knock(url: str, seen: Counter[str]) -> threading.Thread:
-    """Connect over and over until that is refused, and take down how each connection ended."""
+def _connect_until_refused(url: str, seen: Counter[str]) -> threading.Thread:
+    """Connect until connections are refused; record how each connection ended."""
     address = (urlsplit(url).hostname, urlsplit(url).port)
 
     def work() -> None:
@@ -91,44 +100,44 @@ def _knock(url: str, seen: Counter[str]) -> threading.Thread:
     return thread
 
 
-def _wait_answers(ledger: Ledger, more: int) -> None:
-    before = len(ledger.acknowledged())
-    wait_until(lambda: len(ledger.acknowledged()) >= before + more, "clients are at work")
+def _wait_answers(sent: SentEvents, more: int) -> None:
+    before = len(sent.acknowledged())
+    wait_until(lambda: len(sent.acknowledged()) >= before + more, "clients are at work")
 
 
-def tell_extremes(run: Run) -> None:
-    """Rewards and features made to blow a learner up: nothing that is not finite is published, others are as ever."""
-    ledger = Ledger()
+def send_extremes(run: Run) -> None:
+    """Extreme rewards and features: no state that is not finite is published, and other users are not affected."""
+    sent = SentEvents()
     sign = count()
     refused = 0
     with run.deployment(workers=2) as deployment:
         deployment.start()
-        client = Client(ledger, deployment.urls, run.rng)
-        client.tell(client.events_of(client.ask("calm0")))
+        client = Client(sent, deployment.urls, run.rng)
+        client.send(client.events_of(client.recommend("calm0")))
         rounds = 0
         while run.going() or rounds < 12:
             rounds += 1
             for place in range(4):
-                client.tell(client.events_of(client.ask(f"calm{place}")))
+                client.send(client.events_of(client.recommend(f"calm{place}")))
             for user, size in (("huge", HUGE), ("tiny", 1e-30), ("mixed", run.rng.choice((1e-30, 1.0, 1e15, HUGE)))):
                 try:
-                    asked = client.ask(user, features=partial(_alternating, size, sign))
+                    asked = client.recommend(user, features=partial(_alternating, size, sign))
                 except GivenUp:
-                    refused += 1  # 422: the learner cannot tell a score
+                    refused += 1  # 422: the learner has no finite score
                     continue
                 events = client.events_of(asked)
                 for event in events:
-                    # Alternating extremes, each still its own number.
+                    # Alternating extremes, all different.
                     event.reward = event.reward * 1e-9 if next(sign) % 2 else 1 - event.reward * 1e-9
-                client.tell(events)
+                client.send(events)
             if rounds % 4 == 0:
                 wait_drained(deployment.valkey.client)
-                _smuggle(deployment, client, run.rng.choice((HUGEST, -HUGEST, 1e20)))
+                _write_extreme_event(deployment, client, run.rng.choice((HUGEST, -HUGEST, 1e20)))
         client.close()
-        run.close_books(deployment, ledger)
-        books = read_books(deployment.valkey.client)
-        quarantined = books.counters.get("quarantined", 0)
-        number = books.epoch_number
+        run.audit_store(deployment, sent)
+        contents = read_store(deployment.valkey.client)
+        quarantined = contents.counters.get("quarantined", 0)
+        number = contents.epoch_number
     run.note(f"{rounds} rounds, {refused} requests refused, {quarantined} learners put back, epoch {number}")
 
 
@@ -136,14 +145,14 @@ def _alternating(size: float, sign: count[int]) -> float:
     return size if next(sign) % 2 else -size
 
 
-def _smuggle(deployment: Deployment, client: Client, size: float) -> None:
-    """An event whose features no request could have had, in its stream: numbers up to the last of float32."""
-    asked = client.ask("smuggler", k=1)
+def _write_extreme_event(deployment: Deployment, client: Client, size: float) -> None:
+    """Write an event with features up to the largest float32 into the stream; no request could have them."""
+    asked = client.recommend("smuggler", k=1)
     [event] = client.events_of(asked)
     record = load_record(deployment.valkey.client)
     if record is None:
         raise RuntimeError("there is no namespace")
-    decision = Decision.decode(call(deployment.valkey.client, "GET", record.keys.decision(asked.decision_id)))
+    decision = DecisionRecord.decode(call(deployment.valkey.client, "GET", record.keys.decision(asked.decision_id)))
     signs = np.where(np.arange(decision.features.shape[1]) % 2, 1, -1)
     made = RewardEvent(
         event_id=event.event_id,

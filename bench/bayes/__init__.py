@@ -1,0 +1,1 @@
+"""Benchmarks of Bayesian meta-learning, Thompson sampling and calibration."""

@@ -1,0 +1,1 @@
+"""What all benchmarks share: reports, parallel runs, timing, the learning loop without a store."""

@@ -1,0 +1,1 @@
+"""Regret of the learners and of tuned baselines in the same worlds."""

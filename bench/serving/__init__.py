@@ -1,0 +1,1 @@
+"""Latency, freshness and hostile clients, measured on real processes."""

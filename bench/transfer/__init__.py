@@ -1,0 +1,1 @@
+"""Benchmarks of task modeling and of weights of users."""

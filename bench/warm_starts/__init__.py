@@ -1,0 +1,1 @@
+"""Benchmarks of warm starts by model fusion."""

@@ -1,0 +1,1 @@
+"""Bayesian meta-learning: GEM-BML and LLAMA."""

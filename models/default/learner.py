@@ -1,0 +1,439 @@
+"""The default learner: the structure of Meta-Ban with posteriors in place of gradient steps.
+
+    meta-learner  a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads   trunk.py, prior.py
+    user learner  exact posterior over w_u on h(x) = [1, x, x⊗x, p(x)], and a memory of its arms     prior.py, memory.py
+    groups        a mixture over users' heads                                                        groups.py
+    adaptation    the user's prior is a mixture of the groups they may belong to                     scoring.py
+    score         mean + α·σ, both of the posterior
+
+A head's input p(x) is the value noted at decision time: a trunk trained on the reward since would leak the label. For
+the same reason groups and the pooled head are evaluated by the predictions noted at decision time: the guard λ weighs
+predictions with groups against those without, the trust τ weighs users' heads against the pooled head. The trunk's
+inputs include the user's head at decision time as an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from metaban.models.default.calibration import BINS, COLUMNS, NORMAL_REACH, calibration_state
+from metaban.models.default.contributions import posterior_contributions
+from metaban.models.default.evidence import (
+    DEVIATION,
+    EMBEDDED,
+    MEAN,
+    PLAIN,
+    REACH,
+    TOGETHER,
+    TRUNK,
+    Samples,
+    drift_detected,
+    group_guard,
+    measured_trust,
+    memory_gain,
+    recency_weight,
+    sample_weights,
+    scheduled_trust,
+)
+from metaban.models.default.groups import GROUP_USERS_MAX, derive_groups, mixture_due
+from metaban.models.default.influence import (
+    GROUPS_HELP,
+    Kinds,
+    derive_kinds,
+    enough_users,
+    kinds_from_state,
+    kinds_state,
+)
+from metaban.models.default.inputs import ArmInputs, Ramps
+from metaban.models.default.memory import FIRST_GAIN, memory_table, residual_terms
+from metaban.models.default.pooled_head import PooledHead
+from metaban.models.default.prior import (
+    Groups,
+    Prior,
+    Statistics,
+    groups_from_state,
+    groups_state,
+    prior_from_state,
+    prior_state,
+)
+from metaban.models.default.scoring import (
+    HeadPosteriors,
+    group_sizes,
+    head_posteriors,
+    memory_correction,
+    predict_arms,
+    trunk_prediction,
+)
+from metaban.models.default.slate_effects import slate_summary
+from metaban.models.default.trunk import Trunk, TrunkState
+from metaban.models.default.warm_start_prior import WarmStartPrior
+from metaban.models.explaining import Agreement, Contributions, without_own_row
+from metaban.models.learner import Influence, Learner, Query, Scores, State, UserBatch, newest
+from metaban.models.numerics.arrays import (
+    Array,
+    Arrays,
+    as_arrays,
+    bounded,
+    cast,
+    chosen,
+    double,
+    library_of,
+    packed,
+    zeros,
+)
+from metaban.models.numerics.schedule import doubled
+from metaban.models.posterior_draws import covariance_root, independent_draws, joint_draws
+from metaban.models.settings import PosteriorSettings
+
+#: Embeddings are clipped at this many deviations of the prior.
+EMBEDDING_REACH = 4.0
+
+#: Groups are derived from this many applied events on.
+GROUPS_FROM_EVENTS = 256
+
+#: The same for the pooled head with wide inputs: principal directions of few samples hardly separate arms.
+WIDE_POOLED_FROM_EVENTS = 256
+
+#: Number of seeds of a torch generator.
+SEEDS = 1 << 63
+
+#: EM steps of an epoch with a refit, and of other epochs.
+EM_STEPS_REFIT, EM_STEPS = 12, 2
+
+
+@final
+class PosteriorLearner(Learner):
+    """Posterior heads on a shared trunk."""
+
+    supports_numpy = True
+
+    def __init__(self, settings: PosteriorSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+        self.settings = settings
+        self.input_size = inputs
+        self.dtype = dtype
+        self.inputs = ArmInputs(settings, inputs, dtype)
+        self.head_size = self.inputs.head_size
+        self.starts = WarmStartPrior(self.inputs, inputs)
+        self.start_size = self.starts.size
+        #: Numbers of the user embedding: the user's head without its coefficient of p.
+        self.embedded = self.head_size - 1 if settings.embed else 0
+        #: The notes of an arm end with the summary of its slate.
+        self.slate_from = EMBEDDED + self.embedded
+        self.noted = self.slate_from + self.inputs.slate_numbers
+        self.trunk = Trunk(self.inputs.codes_count + self.embedded, settings.width, settings.depth, settings.members)
+        self.network_size = self.trunk.parameters
+        kept = settings.memory_samples
+        self.fields = {
+            "gram": (self.head_size, self.head_size),
+            "moment": (self.head_size,),
+            "head": (self.head_size,),
+            "kept_heads": (kept, self.head_size),
+            "kept_rewards": (kept,),
+            "kept_weights": (kept,),
+            "since": (),
+        }
+
+    def initial_shared(self) -> State:
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        prior = Prior.initial(self.head_size)
+        shared = {
+            **TrunkState.fresh(self.trunk.initial(generator, self.dtype)).state(),
+            **prior_state(prior),
+            **PooledHead.initial(self.head_size).state(),
+            **kinds_state(Kinds.one(prior)),
+            **groups_state(Groups.none(self.head_size, self.settings.group_spread), GROUP_USERS_MAX),
+            "group_mixture": torch.zeros((), dtype=torch.float64),
+            "guard": torch.zeros((), dtype=torch.float64),
+            "gain": torch.tensor(FIRST_GAIN, dtype=torch.float64),
+            "epoch": torch.zeros((), dtype=torch.float64),
+            "since": torch.zeros((), dtype=torch.float64),
+            "reach": torch.tensor(NORMAL_REACH, dtype=torch.float64),
+            "reliability": torch.zeros(BINS, COLUMNS, dtype=torch.float64),
+        }
+        return shared | self.inputs.initial(generator)
+
+    def with_epoch_number(self, shared: State, number: int) -> State:
+        # Samples carry the epoch of their decision, and drift is measured by epochs.
+        return {**shared, "epoch": torch.full_like(shared["epoch"], number)}
+
+    def initial_user(self, shared: State) -> State:
+        states = self.warm_started(shared, shared["prior_mean"].new_zeros(1, 0))
+        return {name: value.squeeze(0) for name, value in states.items()}
+
+    def warm_started(self, shared: Arrays, starts: Array) -> Arrays:
+        like, count = shared["trunk"], starts.shape[0]
+        gram, moment = self.starts.statistics(shared, prior_from_state(shared), starts)
+        return {
+            **{name: zeros((count, *shape), like) for name, shape in self.fields.items()},
+            "gram": cast(gram, like),
+            "moment": cast(moment, like),
+            "head": cast(self._head(shared, gram, moment), like),
+            "since": zeros((count,), like) + cast(shared["since"], like),
+        }
+
+    def embedding(self, shared: Arrays, heads: Array) -> Array:
+        """The trunk's user embedding: mean heads [R, D] relative to the prior, in its deviations → [R, e]."""
+        mean, covariance = shared["prior_mean"][: self.embedded], shared["prior_covariance"]
+        deviation = library_of(heads).sqrt(covariance.diagonal()[: self.embedded])
+        away = (heads[:, : self.embedded] - cast(mean, heads)) / cast(deviation, heads)
+        return bounded(away, -EMBEDDING_REACH, EMBEDDING_REACH)
+
+    def slate_notes(self, notes: Array) -> Array:
+        """The slate summary in notes [..., q] → [..., 1 + d], or [..., 0] when slate effects are off."""
+        return notes[..., self.slate_from :]
+
+    def batch_head_inputs(self, shared: Arrays, batch: UserBatch) -> Array:
+        """Head inputs h of a batch's samples [B, S, D]."""
+        z = self.inputs.standardized(shared, batch.features, self.slate_notes(batch.phi))
+        return self.inputs.head_inputs(shared, z, batch.phi[..., TRUNK])
+
+    def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
+        h = self.batch_head_inputs(shared, batch)  # [B, S, D]
+        weights = sample_weights(batch, shared["since"])  # [B, S]
+        users = Statistics.of(h, batch.rewards, weights)
+        gram, moment = self.starts.statistics(shared, prior_from_state(shared), batch.starts)
+        gram, moment = users.gram + gram, users.moment + moment
+        index, real = newest(batch.valid, self.settings.memory_samples)
+        return {
+            "gram": cast(gram, h),
+            "moment": cast(moment, h),
+            "head": cast(self._head(shared, gram, moment), h),
+            "kept_heads": chosen(h, index) * real[..., None],
+            "kept_rewards": chosen(batch.rewards, index) * real,
+            "kept_weights": chosen(weights, index) * real,
+            "since": cast(zeros((h.shape[0],), h) + shared["since"], h),
+        }
+
+    def _posteriors(self, shared: Arrays, gram: Array, moment: Array) -> HeadPosteriors:
+        return head_posteriors(prior_from_state(shared), self._groups(shared), shared["guard"], gram, moment)
+
+    def _head(self, shared: Arrays, gram: Array, moment: Array) -> Array:
+        pooled = PooledHead.stored(shared)
+        return pooled.blend(pooled.with_user_levels(gram, moment), self._posteriors(shared, gram, moment).head)
+
+    def _groups(self, shared: Arrays) -> Groups | None:
+        return groups_from_state(shared) if self.settings.groups else None
+
+    def prepare_epoch(self, shared: State, *, as_numpy: bool = False) -> dict[str, Any]:
+        arrays: dict[str, Any] = dict(as_arrays(shared)) if as_numpy else dict(shared)
+        (first, offset), *rest = self.trunk.layers(shared["trunk"])
+        first, offset = first.flatten(0, 1), offset.flatten()  # all members see the same inputs: one layer
+        arms = first.shape[1] - self.embedded
+        # The embedding is the same for all arms of a request, so its part of the first layer is kept separate.
+        ramps = Ramps.of(shared["edges"]) if self.inputs.bins else None
+        seen = ramps.layer(first[:, :arms].mT, offset) if ramps else (first[:, :arms].mT, offset)
+        *hidden, (last, level) = rest
+        layers = [
+            seen,
+            *((weight.mT, offset.flatten()) for weight, offset in hidden),
+            (last.flatten() / self.trunk.members, level.mean()),
+        ]
+        user_layer = first[:, arms:].mT
+        return arrays | {
+            "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
+            "user_layer": packed(user_layer) if as_numpy else user_layer,
+            "ramps": ramps.packed() if ramps and as_numpy else ramps,
+            "noise_held": cast(arrays["noise"], arrays["trunk"]),
+        }
+
+    def prepare_users(self, outline: Any, own: Arrays) -> Arrays:
+        library, like = library_of(own["gram"]), own["gram"]
+        # Statistics of users without an event since the last drift are down-weighted.
+        weight = recency_weight(own["since"] >= outline["since"], like)[:, None]  # [R, 1]
+        gram, moment = double(own["gram"] * weight[..., None]), double(own["moment"] * weight)
+        posteriors, pooled = self._posteriors(outline, gram, moment), PooledHead.stored(outline)
+        pooled_heads, embedding = pooled.with_user_levels(gram, moment), self.embedding(outline, own["head"])
+        head = pooled.blend(pooled_heads, posteriors.head)
+        residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(head, like)[..., None])[..., 0]
+        kept = own["kept_heads"][..., : 1 + self.inputs.seen]
+        return {
+            "heads": cast(
+                library.stack([pooled_heads, posteriors.alone, posteriors.together, head], -1), like
+            ),  # [R, D, 4]
+            "covariance": cast(pooled.exploration_covariance(posteriors.covariance()), like),
+            "notes": self._request_notes(embedding, outline["reach"]),
+            # One product per user: in one product of all, rounding would depend on the batch.
+            "user_offset": (embedding[:, None] @ outline["user_layer"])[:, 0] + outline["layers"][0][1],
+            "memory_table": memory_table(kept, own["kept_weights"] * weight, self.settings.memory_radius),
+            "memory_terms": residual_terms(residuals, outline["gain"]),
+        }
+
+    def _request_notes(self, embedding: Array, reach: Array) -> Array:
+        """Notes that all arms of a request share: embedding [R, e] and interval reach [] → [R, q]."""
+        notes = zeros((embedding.shape[0], self.noted), embedding)
+        notes[:, EMBEDDED : self.slate_from], notes[:, REACH] = embedding, reach
+        return notes
+
+    def prepare_draws(self, brief: Arrays) -> Arrays:
+        return brief if "root" in brief else {**brief, "root": covariance_root(brief["covariance"])}
+
+    def score_prepared(self, outline: Any, pool: Arrays, query: Query) -> Scores:
+        own, slates, library = query.own, query.slates, library_of(query.arms)
+        slate, z, predicted = self._encoded(outline, query)
+        notes = slates.copied(own["notes"])
+        if self.inputs.removes_common:
+            notes[:, self.slate_from :] = slate
+        if not self.settings.heads:
+            group_of_one, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
+            notes[:, : MEAN + 1] = predicted[:, None]
+            notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
+            draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
+            return Scores(predicted, known, notes, known, group_of_one.__getitem__, draws)
+        h = self.inputs.head_inputs(outline, z, predicted)  # [N, D]
+        predictions_of_heads, variance = predict_arms(h, query.slates, own)
+        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, predictions_of_heads[:, :-1]
+        mean, apart = predictions_of_heads[:, -1], None
+        reach = self.settings.nu**2 * variance
+        agreeing = partial(group_sizes, pool["head"], h, mean, reach, slates.spread(query.own_row))
+        if self.settings.memory:
+            known = h[:, : 1 + self.inputs.seen]
+            correction, left = memory_correction(known, slates, own, outline["gain"], self.settings.memory_radius)
+            apart = cast(outline["noise"] * left, h)  # [N] variance that is independent for each arm
+            mean, variance = mean + cast(correction, h), variance + apart
+        sigma = library.sqrt(variance)
+        notes[:, MEAN], notes[:, DEVIATION] = mean, library.sqrt(variance + outline["noise_held"])
+        draws = None
+        if query.draws is not None:
+            draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
+        return Scores(mean, self.settings.alpha * sigma, notes, sigma, agreeing, draws)
+
+    def _encoded(self, outline: Any, query: Query) -> tuple[Array, Array, Array]:
+        """Slate summaries, standardised arms [N, d] and the trunk's predictions [N]."""
+        slate = slate_summary(query.arms, query.slates) if self.inputs.removes_common else query.arms[:, :0]
+        z = self.inputs.standardized(outline, query.arms, slate)
+        if not self.settings.trunk:
+            return slate, z, library_of(z).zeros_like(z[:, 0])
+        ramps, user_offset = outline["ramps"], query.slates.spread(query.own["user_offset"])
+        return slate, z, trunk_prediction(outline["layers"], ramps.values(z) if ramps else z, user_offset)
+
+    def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
+        _, z, predicted = self._encoded(outline, query)
+        if not self.settings.heads:
+            strangers = zeros((rows.shape[0], pool["head"].shape[0]), z)
+            return Agreement(predicted[rows], 0 * predicted[rows], strangers, strangers > 0)
+        # All arms are scored although few are needed: with fewer, sums may round differently than in `score_prepared`.
+        h = self.inputs.head_inputs(outline, z, predicted)  # [N, D]
+        predictions_of_heads, variance = predict_arms(h, query.slates, query.own)
+        prediction, reach = predictions_of_heads[:, -1][rows], (self.settings.nu**2 * variance)[rows]
+        predictions = h[rows] @ pool["head"].mT  # [n, P]
+        near = (predictions - prediction[:, None]) ** 2 <= reach[:, None]
+        threshold = library_of(reach).sqrt(reach)
+        return Agreement(prediction, threshold, predictions, without_own_row(near, query.own_row))
+
+    def contributions(
+        self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
+    ) -> Contributions:
+        _, z, predicted = self._encoded(outline, query)
+        return posterior_contributions(self.settings, self.inputs, outline, query, rows, z[rows], predicted[rows])
+
+    def epoch_due(self, epoch_events: int, total_events: int) -> bool:
+        wait = max(self.settings.epoch_events, int(self.settings.epoch_growth * total_events))
+        return total_events - epoch_events >= wait or doubled(epoch_events, total_events)
+
+    def refit_due(self, epoch_events: int, total_events: int) -> bool:
+        return doubled(epoch_events, total_events)
+
+    def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
+        if not batches:
+            return {**shared, "epoch": shared["epoch"] + 1}
+        refit = self.refit_due(epoch_events, total_events)
+        samples = Samples.of(batches, shared["since"])
+        derived = self._after_drift_check(shared, samples)
+        samples = Samples.of(batches, derived["since"])
+        derived |= calibration_state(samples, derived["since"])
+        if refit:
+            derived |= self.inputs.derive(derived, samples, self.slate_notes(samples.notes))
+        heads = [self.batch_head_inputs(derived, batch) for batch in batches]
+        users = Statistics.joined(
+            [
+                Statistics.of(h, batch.rewards, sample_weights(batch, derived["since"]))
+                for h, batch in zip(heads, batches, strict=True)
+            ]
+        )
+        weights = torch.cat([batch.weight for batch in batches]).to(users.events)  # [U]
+        prior, kinds, user_weights = self._updated_prior(
+            derived, users, weights, epoch_events, total_events, refit=refit
+        )
+        if self.settings.trunk:
+            wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
+            steps = min(max(1, wanted), self.settings.epoch_steps_max)
+            derived |= self._trained_trunk(
+                derived, samples.weighted_by_user(batches, user_weights), steps, total_events
+            )
+        if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
+            seek, spread = mixture_due(epoch_events, total_events, refit=refit), self.settings.group_spread
+            derived |= derive_groups(
+                derived, prior, users, user_weights, spread=spread, seek=seek, total_events=total_events
+            )
+            derived["guard"] = group_guard(batches, prior.noise, derived["since"])
+        derived |= prior_state(prior) | kinds_state(kinds)
+        pooled_from = WIDE_POOLED_FROM_EVENTS if self.inputs.narrowed else 0
+        if self.settings.heads and self.settings.plain and total_events >= pooled_from:
+            earned = measured_trust(batches, prior.noise, derived["since"])
+            trust = scheduled_trust(earned, samples, total_events, rare=not self.inputs.narrowed)
+            derived |= PooledHead.fitted(users, user_weights, self.inputs.seen, prior, trust).state()
+        if self.settings.memory and refit:
+            derived["gain"] = memory_gain(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
+        return {**derived, "epoch": shared["epoch"] + 1}
+
+    def kinds(self, shared: State, batch: UserBatch) -> Tensor:
+        weights = sample_weights(batch, shared["since"])
+        return kinds_from_state(shared).kind_of(
+            Statistics.of(self.batch_head_inputs(shared, batch), batch.rewards, weights)
+        )
+
+    def influence(self, shared: State) -> Influence | None:
+        kinds = kinds_from_state(shared)
+        (gain, error), in_use = kinds.gain.tolist(), float(shared["guard"]) < GROUPS_HELP
+        return Influence(kinds.weights, gain, error, in_use) if kinds.separated else None
+
+    def _after_drift_check(self, shared: State, samples: Samples) -> State:
+        """If drift is detected: down-weight older samples and learn the prior from scratch."""
+        changed = drift_detected(samples, shared["epoch"], shared["since"])
+        initial = Prior.initial(self.head_size)
+        restart = {**prior_state(initial), **kinds_state(Kinds.one(initial)), "since": shared["epoch"] + 1}
+        restart["group_mixture"] = torch.zeros_like(shared["group_mixture"])  # its centres belong to the old prior
+        return shared | {
+            name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in restart.items()
+        }
+
+    def _trained_trunk(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:
+        """The trunk after so many steps on replayed samples."""
+        state = TrunkState.stored(shared)
+        generator = torch.Generator().manual_seed(((self.settings.seed << 32) + total_events) % SEEDS)
+        shares = torch.rand(steps, self.settings.replayed, generator=generator, dtype=torch.float64)
+        drawn = samples.rows_at(shares.to(samples.weights.device))  # [steps, replayed]
+        for rows in drawn:
+            notes = samples.notes[rows]
+            z = self.inputs.standardized(shared, samples.features[rows], self.slate_notes(notes))
+            x = torch.cat([self.inputs.codes(shared, z), notes[:, EMBEDDED : self.slate_from]], dim=-1)
+            gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
+            state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
+        return state.state()
+
+    def _updated_prior(
+        self, derived: State, users: Statistics, weights: Tensor, epoch_events: int, total_events: int, *, refit: bool
+    ) -> tuple[Prior, Kinds, Tensor]:
+        """The prior, the kinds, and w_u [U] of all users; influence is measured at refits and as events grow."""
+        prior, kinds = prior_from_state(derived), kinds_from_state(derived)
+        steps = EM_STEPS_REFIT if refit else EM_STEPS
+        everyone = kinds.prior
+        for _ in range(steps):
+            everyone = everyone.em_step(users, weights)
+        kinds, guard = replace(kinds, prior=everyone), derived["guard"]
+        if self.settings.teaching:
+            seed = self.settings.seed
+            kinds = derive_kinds(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
+        if not (self.settings.teaching and enough_users(users) and kinds.any_excluded):
+            return everyone, kinds, weights
+        # Where groups predict better, they already separate users, and all users keep their weight.
+        user_weights = torch.where(guard < GROUPS_HELP, weights * kinds.weights_of(users), weights)  # [U]
+        for _ in range(steps):
+            prior = prior.em_step(users, user_weights)
+        return prior, kinds, user_weights

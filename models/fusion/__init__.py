@@ -1,0 +1,1 @@
+"""Model fusion: warm starts of new users from their profiles."""

@@ -1,0 +1,1 @@
+"""Meta-Ban as published (`paper`) and as its authors' code runs it (`pooled`)."""

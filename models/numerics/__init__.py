@@ -1,0 +1,1 @@
+"""Arrays, networks and schedules that all learners share."""

@@ -1,0 +1,1 @@
+"""Task modeling: which users help the learner of a target user."""

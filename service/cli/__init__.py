@@ -1,0 +1,1 @@
+"""The `metaban` command: one module for each sub-command."""

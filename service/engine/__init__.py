@@ -1,0 +1,1 @@
+"""The engine of a namespace, without HTTP: recommendations, feedback, administration."""

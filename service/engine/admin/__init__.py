@@ -1,0 +1,1 @@
+"""Administration of a namespace: arms, users, groups, warm starts, transfer, snapshots, jobs."""

@@ -1,0 +1,1 @@
+"""POST /recommend in the engine: from a command to a stored decision."""

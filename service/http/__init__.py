@@ -1,0 +1,1 @@
+"""The HTTP layer: protocol limits, admission, authentication, parsing, routes, problem documents."""

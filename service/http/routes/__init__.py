@@ -1,0 +1,1 @@
+"""The routes, one module for each resource; each defines a `router`."""

@@ -1,0 +1,1 @@
+"""The server process: start, drain, stop, and its child processes."""

@@ -1,0 +1,1 @@
+"""Settings: of the environment, and of one namespace at run time."""

@@ -1,0 +1,1 @@
+"""Reward events: the streams of a namespace and their dead letters."""

@@ -1,0 +1,1 @@
+"""Snapshots of a namespace: create, read, restore."""

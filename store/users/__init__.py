@@ -1,0 +1,1 @@
+"""State of users: parameters, samples, profiles, warm starts; and forgetting a user."""

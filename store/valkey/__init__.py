@@ -1,0 +1,1 @@
+"""The private Valkey server that `metaban serve` starts when no Redis is configured."""

@@ -1,0 +1,143 @@
+"""Evidence the default learner uses: sample weights, row sampling, and detection of a change of tastes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from metaban.models.default.evidence import (
+    DRIFT_SAMPLES,
+    EMBEDDED,
+    STALE_WEIGHT,
+    TOGETHER,
+    Samples,
+    drift_detected,
+    sample_weights,
+)
+from metaban.models.learner import UserBatch
+
+
+def batch_of(counts: list[int], epochs: list[list[int]]) -> UserBatch:
+    """Users with samples of these epochs; features number the samples, padding is −1."""
+    users, longest = len(counts), len(epochs[0])
+    valid = torch.arange(longest) < torch.tensor(counts).unsqueeze(-1)
+    number = torch.arange(users * longest, dtype=torch.float64).view(users, longest)
+    return UserBatch(
+        features=torch.where(valid, number, -1.0).unsqueeze(-1),
+        rewards=torch.where(valid, number / 10, -1.0),
+        valid=valid,
+        events=torch.tensor(counts),
+        draw=torch.zeros(users, dtype=torch.int64),
+        weight=torch.ones(users, dtype=torch.float64),
+        phi=number.unsqueeze(-1) + torch.arange(4) / 10,
+        epochs=torch.tensor(epochs),
+        starts=torch.zeros(users, 0, dtype=torch.float64),
+    )
+
+
+TWO = [batch_of([2, 4], [[0, 3, 9, 9], [1, 2, 3, 4]]), batch_of([1], [[5, 9]])]
+
+
+def since_of(epoch: float) -> Tensor:
+    return torch.tensor(epoch, dtype=torch.float64)
+
+
+def test_padding_has_no_weight_and_samples_before_a_change_little() -> None:
+    assert sample_weights(TWO[0], since_of(0)).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    expected = torch.tensor([[STALE_WEIGHT, 1, 0, 0], [STALE_WEIGHT, STALE_WEIGHT, 1, 1]], dtype=torch.float64)
+    torch.testing.assert_close(sample_weights(TWO[0], since_of(3)), expected, rtol=1e-7, atol=0)
+
+
+def test_samples_of_all_batches_stay_together() -> None:
+    samples = Samples.of(TWO, since_of(3))
+    real = samples.weights > 0
+    assert int(real.sum()) == 7
+    assert samples.features[real].flatten().tolist() == [0, 1, 4, 5, 6, 7, 0]
+    torch.testing.assert_close(samples.rewards[real], samples.features[real].flatten() / 10)
+    torch.testing.assert_close(samples.notes[real][:, 0], samples.features[real].flatten())
+    assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
+
+
+def test_information_of_rewards_in_coin_tosses() -> None:
+    def telling(*rewards: float, each: float = 1.0) -> float:
+        earned, nothing = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), 0)
+        return float(Samples(nothing, earned, nothing, earned, torch.full_like(earned, each)).information())
+
+    assert telling(0, 1, 1, 0, 0, 1) == pytest.approx(1)
+    assert telling(*[0.0, 1.0] * 50, each=STALE_WEIGHT) == pytest.approx(1)
+    assert telling(*[0.0] * 9) == 0
+    assert telling(*[0.0] * 99, 1) == pytest.approx(4 * 0.01 * 0.99)
+    assert telling(*[1e-8] * 99, 0) == pytest.approx(4 * 0.01 * 0.99), "on any scale"
+    assert telling(0.50, 0.51, 0.50, 0.51) == pytest.approx(1)
+    spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert telling(*spread.tolist()) == pytest.approx(2 / torch.pi, rel=0.01)
+    padded = Samples.of(TWO, since_of(0))
+    assert float(padded.information()) == pytest.approx(telling(*padded.rewards[padded.weights > 0].tolist()))
+
+
+@pytest.mark.parametrize("since", [0, 3, 100])
+def test_rows_are_drawn_in_proportion_to_their_weight(since: int) -> None:
+    samples = Samples.of(TWO, since_of(since))
+    shares = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    drawn = samples.rows_at(shares).bincount(minlength=10) / 10_000
+    torch.testing.assert_close(drawn.double(), samples.weights / samples.weights.sum(), rtol=0, atol=2e-4)
+
+
+def test_padding_is_never_drawn() -> None:
+    """Not even at the ends, where rounding could select it, nor when padding comes first."""
+    samples = Samples.of([batch_of([0, 1], [[0, 0], [0, 0]])], since_of(0))
+    assert samples.rows_at(torch.zeros(1, dtype=torch.float64)).tolist() == [2]
+    samples = Samples.of(TWO, since_of(3))
+    shares = torch.tensor([0.0, 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert (samples.weights[samples.rows_at(shares)] > 0).all()
+    assert samples.rows_at(shares)[0] == 0
+    assert samples.rows_at(shares.view(2, 2)).shape == (2, 2)
+
+
+def test_spread_rows_are_evenly_spaced() -> None:
+    samples = Samples.of([batch_of([100], [[0] * 120])], since_of(0))
+    rows = samples.evenly_spread(20)
+    assert rows.tolist() == list(range(2, 100, 5))
+    assert samples.evenly_spread(10_000).unique().tolist() == list(range(100))
+
+
+def samples_with_shortfall(*parts: tuple[int, int, float]) -> Samples:
+    """Samples given as (epoch, count, amount by which rewards fell short of the prediction)."""
+    generator = torch.Generator().manual_seed(0)
+    epochs = torch.cat([torch.full((count,), epoch) for epoch, count, _ in parts])
+    short = torch.cat([torch.full((count,), by) for _, count, by in parts]).double()
+    rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
+    notes = torch.zeros(epochs.shape[0], EMBEDDED, dtype=torch.float64)
+    notes[:, TOGETHER] = 0.5 + short
+    return Samples(torch.zeros(epochs.shape[0], 1), rewards, notes, epochs, torch.ones(epochs.shape[0]))
+
+
+MANY = 4 * DRIFT_SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("parts", "since", "expected"),
+    [
+        ([(3, MANY, 0.0), (8, MANY, 0.0), (9, MANY, 0.0)], 0, False),  # as before
+        ([(3, MANY, 0.0), (8, MANY, 0.4), (9, MANY, 0.4)], 0, True),  # much worse in the latest two epochs
+        ([(3, MANY, 0.0), (8, MANY, -0.4), (9, MANY, -0.4)], 0, False),  # better than predicted
+        ([(3, MANY, 0.0), (7, MANY, 0.4), (9, MANY, 0.0)], 0, False),  # worse, but not recently
+        ([(3, MANY, 0.2), (9, MANY, 0.2)], 0, False),  # always a little worse: the best of many arms is overestimated
+        ([(3, MANY, 0.0), (9, DRIFT_SAMPLES - 1, 0.9)], 0, False),  # too few samples
+        ([(3, DRIFT_SAMPLES - 1, 0.0), (9, MANY, 0.9)], 0, False),
+        ([(3, MANY, 0.0), (6, MANY, 0.4), (9, MANY, 0.4)], 5, False),  # no change since the last one
+        ([(3, MANY, 0.4), (6, MANY, 0.0), (9, MANY, 0.4)], 5, True),
+    ],
+)
+def test_recent_rewards_below_predictions_are_a_change_of_tastes(
+    parts: list[tuple[int, int, float]], since: int, expected: bool
+) -> None:
+    assert bool(drift_detected(samples_with_shortfall(*parts), since_of(9), since_of(since))) == expected
+
+
+def test_first_predictions_are_no_change_of_tastes() -> None:
+    """Before the first epoch there are no predictions; having them afterwards is no change of tastes."""
+    first = (0, MANY, -0.5)
+    assert not drift_detected(samples_with_shortfall(first, (1, MANY, 0.0)), since_of(2), since_of(0))
+    assert not drift_detected(samples_with_shortfall(first, (1, MANY, 0.0), (2, MANY, 0.05)), since_of(2), since_of(0))

@@ -1,0 +1,326 @@
+"""Small populations with samples and requests, for the default learner and its literal version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.prior import NO_GROUP
+from metaban.models.learner import Query, Scores, State, UserBatch
+from metaban.models.numerics.slates import Slates
+from metaban.models.settings import PosteriorSettings, named_settings
+from tests.models.literal_default import (
+    Array,
+    LiteralPosterior,
+    LiteralSample,
+    LiteralSettings,
+    LiteralShared,
+    LiteralShown,
+)
+from tests.models.worlds import rounded_to_float32
+
+#: Settings under which three inputs count as wide.
+WIDE: dict[str, Any] = {"head_inputs_max": 2, "head_directions": 2}
+#: Largest slate of a past request.
+OFFERED_MAX = 5
+
+
+@dataclass
+class UserHistory:
+    """Samples of a user."""
+
+    features: Tensor  # [s, d]
+    rewards: Tensor  # [s]
+    phi: Tensor  # [s, q]
+    epochs: Tensor  # [s]
+
+
+class QuietState(State):
+    """A shared state with a short repr for failure messages."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors>"
+
+
+@dataclass
+class Scene:
+    """Settings, float64 shared state (exact in float32), users and requests."""
+
+    settings: PosteriorSettings
+    inputs: int
+    shared: State
+    pool: list[UserHistory]
+    requests: list[tuple[UserHistory, int, Tensor]]  # asking user, their row in the pool or −1, and arms [k, d]
+
+
+def small(**changes: Any) -> PosteriorSettings:
+    """The default learner at a size for tests."""
+    tiny = {"members": 2, "width": 5, "bins": 3, "epoch_steps_max": 3, "replayed": 16, "memory_samples": 4}
+    settings = named_settings("default", **{**tiny, **changes})
+    assert isinstance(settings, PosteriorSettings)
+    return settings
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """A generator with a fixed seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def selected_samples(person: UserHistory, rows: Tensor) -> UserHistory:
+    """These samples of a user, in this order."""
+    return UserHistory(person.features[rows], person.rewards[rows], person.phi[rows], person.epochs[rows])
+
+
+def random_history(
+    learner: PosteriorLearner, samples: int, generator: torch.Generator, taste: Tensor | None = None
+) -> UserHistory:
+    """A user with this many samples, whose rewards follow a taste [d] if given."""
+    features = rounded_to_float32(torch.randn(samples, learner.input_size, generator=generator, dtype=torch.float64))
+    rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
+    if taste is not None:
+        rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
+    noted = torch.rand(samples, learner.slate_from, generator=generator, dtype=torch.float64)
+    epochs = torch.randint(4, (samples,), generator=generator).sort().values
+    if learner.inputs.removes_common:
+        count = torch.randint(1, OFFERED_MAX + 1, (samples, 1), generator=generator).to(torch.float64)
+        others = torch.randn(features.shape, generator=generator, dtype=torch.float64) * (count - 1).sqrt()
+        noted = torch.cat([noted, count, (features + others) / count], dim=1)
+    return UserHistory(features, rounded_to_float32(rewards), rounded_to_float32(noted), epochs)
+
+
+def users_of_related_slates(
+    learner: PosteriorLearner, users: int, samples: int, generator: torch.Generator, ratio: Tensor
+) -> list[UserHistory]:
+    """Users of requests whose arms have a common part: τ² = ratio [d], σ² = 1; the chosen arm is random."""
+    people = []
+    for _ in range(users):
+        person = random_history(learner, samples, generator)
+        effect = torch.randn(person.features.shape, generator=generator, dtype=torch.float64) * ratio.sqrt()
+        person.features += effect
+        learner.slate_notes(person.phi)[:, 1:] += effect
+        people.append(person)
+    return people
+
+
+def with_common_part(learner: PosteriorLearner, shared: State, generator: torch.Generator) -> State:
+    """The same state with a common part to remove: large in some columns, none in others."""
+    if not learner.inputs.removes_common:
+        return shared
+    levels = torch.tensor([0.0, 0.1, 1.0, 10.0, 1e6], dtype=torch.float64)
+    level = levels[torch.randint(len(levels), (learner.input_size,), generator=generator)]
+    ratio = level * torch.rand(learner.input_size, generator=generator, dtype=torch.float64)
+    centre = torch.randn(learner.input_size, generator=generator, dtype=torch.float64)
+    return shared | {"common_ratio": ratio.to(learner.dtype), "common_centre": centre.to(learner.dtype)}
+
+
+def batch_of(people: list[UserHistory], dtype: torch.dtype = torch.float64, *, padding: int = 0) -> UserBatch:
+    """A padded batch with at least one column; the padding is not zero because it must have no effect."""
+    counts = torch.tensor([person.rewards.shape[0] for person in people])
+    longest = max(1, int(counts.max())) + padding
+
+    def padded(values: list[Tensor], filling: float) -> Tensor:
+        rows = torch.full((len(people), longest, *values[0].shape[1:]), filling, dtype=dtype)
+        for row, value in zip(rows, values, strict=True):
+            row[: value.shape[0]] = value.to(dtype)
+        return rows
+
+    return UserBatch(
+        features=padded([person.features for person in people], 7.0),
+        rewards=padded([person.rewards for person in people], -3.0),
+        valid=torch.arange(longest) < counts.unsqueeze(-1),
+        events=counts,
+        draw=torch.zeros_like(counts),
+        weight=torch.ones(len(people), dtype=dtype),
+        phi=padded([person.phi for person in people], 5.0),
+        epochs=padded([person.epochs for person in people], 9).to(torch.int64),
+        starts=torch.zeros(len(people), 0, dtype=torch.float64),
+    )
+
+
+def fitted(learner: PosteriorLearner, shared: State, people: list[UserHistory]) -> State:
+    """States after a fit, [B, …]; [0, …] without users."""
+    if not people:
+        return {name: shared["mean"].new_zeros((0, *shape)) for name, shape in learner.fields.items()}
+    initial_user = {
+        name: value.expand(len(people), *value.shape) for name, value in learner.initial_user(shared).items()
+    }
+    return learner.fit(shared, batch_of(people, learner.dtype), initial_user)
+
+
+def kinds(learner: PosteriorLearner, users: int, samples: int, generator: torch.Generator) -> list[UserHistory]:
+    """Users of two opposite tastes, alternating."""
+    taste = torch.randn(learner.input_size, generator=generator, dtype=torch.float64)
+    return [random_history(learner, samples, generator, taste if user % 2 else -taste) for user in range(users)]
+
+
+def grouped_epoch(learner: PosteriorLearner, teachers: list[UserHistory], **changes: float) -> State:
+    """Shared state of an epoch with groups; `changes` replaces single numbers of it. Trust in users' own heads is one
+    unless changed: notes are random, so trust learned from them would mean nothing."""
+    shared = learner.derive(learner.initial_shared(), [batch_of(teachers, learner.dtype)], 0, 512)
+    changes = {"trust": 1.0, **changes}
+    return shared | {name: torch.full_like(shared[name], value) for name, value in changes.items()}
+
+
+def as_stored_by(learner: PosteriorLearner, shared: State) -> State:
+    """A float64 shared state as this learner holds it."""
+    types = {name: value.dtype for name, value in learner.initial_shared().items()}
+    return {name: value.to(types[name]) for name, value in shared.items()}
+
+
+@st.composite
+def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
+    """Every shape, every part on or off; with `wide`, always with common parts to remove."""
+    d = draw(st.integers(3, 6) if wide else st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    narrowed = wide or draw(st.booleans())
+    settings = small(
+        alpha=draw(st.sampled_from([0.0, 0.3, 2.0])),
+        nu=draw(st.sampled_from([0.1, 1.0, 5.0])),
+        members=draw(st.integers(1, 3)),
+        depth=draw(st.integers(1, 3)),
+        bins=draw(st.sampled_from([0, 2, 5])),
+        trunk=draw(st.sampled_from([True, True, False])),
+        embed=draw(st.booleans()),
+        heads=draw(st.sampled_from([True, True, True, False])),
+        groups=draw(st.booleans()),
+        memory=draw(st.booleans()),
+        apart=wide or draw(st.booleans()),
+        memory_samples=draw(st.integers(1, 4)),
+        memory_radius=draw(st.sampled_from([0.087, 1.0])),
+        group_spread=draw(st.sampled_from([0.05, 0.15, 1.0])),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        **({"head_inputs_max": 2, "head_directions": draw(st.integers(1, 2))} if narrowed else {}),
+    )
+    learner = PosteriorLearner(settings, d, torch.float64)
+    if draw(st.sampled_from([True, True, False])):
+        changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
+        changes["trust"] = draw(st.sampled_from([0.0, 0.4, 1.0]))
+        changes |= {"guard": draw(st.sampled_from([0.0, 0.3, 1.0]))} if settings.groups else {}
+        shared = grouped_epoch(learner, kinds(learner, draw(st.integers(1, 9)), 6, generator), **changes)
+    else:
+        shared = learner.initial_shared()
+    shared = with_common_part(learner, shared, generator)
+    both = as_stored_by(PosteriorLearner(settings, d), shared)  # exact in both dtypes
+    shared = QuietState({name: value.to(torch.float64) for name, value in both.items()})
+    pool = [random_history(learner, draw(st.integers(0, 7)), generator) for _ in range(draw(st.integers(0, 5)))]
+    outsider, stranger = (
+        random_history(learner, draw(st.integers(1, 7)), generator),
+        random_history(learner, 0, generator),
+    )
+    askers = [*((person, row) for row, person in enumerate(pool)), (outsider, -1), (stranger, -1)]
+    requests = []
+    for asker, row in draw(st.lists(st.sampled_from(askers), min_size=1, max_size=3)):
+        arms = rounded_to_float32(torch.randn(draw(st.integers(1, 4)), d, generator=generator, dtype=torch.float64))
+        if asker.features.shape[0] and draw(st.booleans()):
+            arms[0] = asker.features[-1]  # an arm in the memory
+        requests.append((asker, row, arms))
+    return Scene(settings, d, shared, pool, requests)
+
+
+def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
+    """All requests in one query; a user without samples is initial_user."""
+    initial_user = learner.initial_user(shared)
+    states = [
+        {name: value[0] for name, value in fitted(learner, shared, [asker]).items()}
+        if asker.rewards.shape[0]
+        else initial_user
+        for asker, _, _ in scene.requests
+    ]
+    return Query(
+        arms=torch.cat([arms for _, _, arms in scene.requests]).to(learner.dtype),
+        slates=Slates([arms.shape[0] for _, _, arms in scene.requests]),
+        own={name: torch.stack([state[name] for state in states]) for name in initial_user},
+        own_row=torch.tensor([row for _, row, _ in scene.requests]),
+        own_events=torch.tensor([asker.rewards.shape[0] for asker, _, _ in scene.requests]),
+    )
+
+
+def fast_scores(scene: Scene, dtype: torch.dtype = torch.float64) -> Scores:
+    """Scores of the fast learner."""
+    learner = PosteriorLearner(scene.settings, scene.inputs, dtype)
+    shared = as_stored_by(learner, scene.shared)
+    return learner.score(shared, fitted(learner, shared, scene.pool), query_of(scene, learner, shared))
+
+
+def samples_of(person: UserHistory) -> list[LiteralSample]:
+    """Samples in the form of the literal learner.
+
+    The notes start with the trunk's prediction and, for wide inputs, end with the slate.
+    """
+    rows = zip(
+        person.features.numpy(), person.phi.tolist(), person.rewards.tolist(), person.epochs.tolist(), strict=True
+    )
+    return [
+        LiteralSample(LiteralShown(raw, noted[-(1 + raw.shape[0]) :]), noted[0], reward, epoch)
+        for raw, noted, reward, epoch in rows
+    ]
+
+
+def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]:
+    """Centres [Q, D] and weights [Q] from their stored forms Σ⁻¹c/κ and log weight − ½ cᵀΣ⁻¹c/κ."""
+    pull, offset = shared["group_pull"].numpy(), shared["group_offset"].numpy()
+    pull, offset = pull[offset > NO_GROUP], offset[offset > NO_GROUP]
+    centres = settings.group_spread * pull @ shared["prior_covariance"].numpy()
+    return centres, np.exp(offset + 0.5 * (centres * pull).sum(-1))
+
+
+def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> LiteralPosterior:
+    """The literal learner with the same shared numbers."""
+    numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
+    bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
+    embedded = settings.embed * (numbers["prior_mean"].shape[0] - 1)
+    widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
+    members: list[list[tuple[Array, Array]]] = [[] for _ in range(settings.members)]
+    flat = iter(numbers["trunk"])
+    for columns, rows in pairwise(widths):  # weights of all members, then their biases
+        weights = [np.array([next(flat) for _ in range(rows * columns)]).reshape(rows, columns) for _ in members]
+        for layers, weight in zip(members, weights, strict=True):
+            layers.append((weight, np.array([next(flat) for _ in range(rows)])))
+    assert not list(flat)
+    centres, evidence_weights = groups_of(settings, shared)
+    return LiteralPosterior(
+        LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)}),
+        LiteralShared(
+            mean=numbers["mean"],
+            scale=numbers["scale"],
+            edges=numbers.get("edges"),
+            directions=numbers.get("directions"),
+            common_ratio=numbers.get("common_ratio"),
+            common_centre=numbers.get("common_centre"),
+            trunk=members,
+            prior_mean=numbers["prior_mean"],
+            prior_covariance=numbers["prior_covariance"],
+            noise=float(numbers["noise"]),
+            centres=list(centres),
+            evidence_weights=evidence_weights.tolist(),
+            guard=float(numbers["guard"]),
+            plain=numbers["plain_mean"],
+            plain_covariance=numbers["plain_covariance"],
+            plain_level_events=float(numbers["plain_level_events"]),
+            trust=float(numbers["trust"]),
+            gain=float(numbers["gain"]),
+            reach=float(numbers["reach"]),
+            since=float(numbers["since"]),
+        ),
+    )
+
+
+def as_array(value: Tensor) -> Array:
+    """In float64 numpy."""
+    return value.to(torch.float64).numpy()
+
+
+def past_arm_views(learner: PosteriorLearner, person: UserHistory) -> list[Tensor]:
+    """Views of a user's past arms, to be changed in place: the arms and the means of their slates."""
+    return (
+        [person.features, learner.slate_notes(person.phi)[:, 1:]]
+        if learner.inputs.removes_common
+        else [person.features]
+    )

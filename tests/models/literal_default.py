@@ -1,0 +1,323 @@
+"""The default learner as its equations say, slow and obviously right.
+
+One user, one arm, one sample at a time, in float64 numpy, and nothing imported from `models`. Where the fast code keeps
+sums A = Σ hhᵀ and b = Σ hr and inverts precisions, this keeps the samples and conditions the joint normal distribution
+of coefficients and rewards; where it compares evidence up to a constant, this computes the density of all rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import multivariate_normal
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LiteralShared:
+    """State shared by all users."""
+
+    mean: Array  # [d]
+    scale: Array  # [d]
+    edges: Array | None  # [d, bins + 1]
+    directions: Array | None  # [d, c]
+    common_ratio: Array | None  # τ²/σ² [d], where the common part of a slate is removed
+    common_centre: Array | None  # m [d]
+    trunk: list[list[tuple[Array, Array]]]  # weights [rows, columns] and biases [rows] of each layer of each member
+    prior_mean: Array  # μ [D]
+    prior_covariance: Array  # Σ [D, D]
+    noise: float  # σ²
+    centres: list[Array]  # each [D]
+    evidence_weights: list[float]
+    guard: float  # λ
+    plain: Array  # pooled head [D]
+    plain_covariance: Array  # its covariance [D, D]
+    plain_level_events: float  # κ of users' levels
+    trust: float  # τ, trust in users' own heads
+    gain: float  # g
+    reach: float
+    since: float  # epoch of the last change of tastes
+
+
+@dataclass(frozen=True)
+class LiteralSettings:
+    """The settings that scoring reads."""
+
+    alpha: float
+    nu: float
+    group_spread: float  # κ
+    memory_samples: int
+    memory_radius: float
+    trunk: bool
+    embed: bool
+    heads: bool
+    groups: bool
+    memory: bool
+
+
+@dataclass(frozen=True)
+class LiteralShown:
+    """An arm's inputs and its slate: number of arms, then their mean."""
+
+    raw: Array  # [d]
+    offer: list[float]  # 1 + d numbers, read only where common parts are removed
+
+
+@dataclass(frozen=True)
+class LiteralSample:
+    """A reward, its arm, the trunk's prediction noted at the decision, and the epoch of the decision."""
+
+    arm: LiteralShown
+    noted: float
+    reward: float
+    epoch: int
+
+
+@dataclass
+class LiteralArm:
+    """Results for one arm."""
+
+    mean: float
+    bonus: float
+    noted: list[float]
+    #: By row in the pool: |prediction of that user − mean|, and the largest difference that still counts as agreement.
+    distances: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+def shown(arms: Sequence[Array]) -> list[LiteralShown]:
+    """The arms of one request."""
+    means = [sum(float(arm[column]) for arm in arms) / len(arms) for column in range(len(arms[0]))]
+    return [LiteralShown(arm, [float(len(arms)), *means]) for arm in arms]
+
+
+def literal_ratio(arms: Array, offers: Array, weights: Sequence[float]) -> tuple[list[float], list[float]]:
+    """(τ²/σ², m) of each column, from chosen arms [n, d] and their offers [n, 1 + d]."""
+    ratios, centres = [], []
+    everything = sum(weights)
+    for column in range(arms.shape[1]):
+        rows = [(arm[column], offer[0], offer[1 + column]) for arm, offer in zip(arms, offers, strict=True)]
+        centre = sum(weight * mean for weight, (_, _, mean) in zip(weights, rows, strict=True)) / everything
+        # E (x̄ − m)² = τ² + σ²/k, and E (x − x̄)² = (1 − 1/k)·σ².
+        between = own = share_of_own = degrees = 0.0
+        for weight, (x, count, mean) in zip(weights, rows, strict=True):
+            between += weight * (mean - centre) ** 2 / everything
+            share_of_own += weight / count / everything
+            if count > 1:
+                own += weight * (x - mean) ** 2
+                degrees += weight * (1 - 1 / count)
+        own = own / degrees if degrees else 0.0
+        common = max(0.0, between - own * share_of_own)
+        ratios.append(common / own if own > 1e-6 * (own + between) else 0.0)
+        centres.append(centre)
+    return ratios, centres
+
+
+class LiteralPosterior:
+    """`fit` and `score` of the default learner."""
+
+    def __init__(self, settings: LiteralSettings, shared: LiteralShared) -> None:
+        self.settings = settings
+        self.shared = shared
+
+    # -- inputs
+
+    def arm_part(self, arm: LiteralShown) -> Array:
+        """x − E[c | x̄], where c is the request's effect, Cov(c, x̄) = τ² and Var x̄ = τ² + σ²/k."""
+        shared = self.shared
+        if shared.common_ratio is None or shared.common_centre is None:
+            return arm.raw
+        count, *means = arm.offer
+        columns = zip(arm.raw, means, shared.common_ratio, shared.common_centre, strict=True)
+        return np.array([x - ratio / (ratio + 1 / count) * (mean - centre) for x, mean, ratio, centre in columns])
+
+    def standardized(self, arm: LiteralShown) -> Array:
+        """The arm's own part in standard deviations, clipped at 10."""
+        z = [(x - m) / s for x, m, s in zip(self.arm_part(arm), self.shared.mean, self.shared.scale, strict=True)]
+        return np.array([min(max(value, -10.0), 10.0) for value in z])
+
+    def embedding(self, head: Array) -> list[float]:
+        """Embedding of the asking user: the coefficients of [1, x] in prior deviations from the prior mean, clipped at
+        4."""
+        if not self.settings.embed:
+            return []
+        shared, found = self.shared, []
+        for place in range(len(head) - 1):
+            away = (head[place] - shared.prior_mean[place]) / math.sqrt(shared.prior_covariance[place, place])
+            found.append(min(max(away, -4.0), 4.0))
+        return found
+
+    def predicted(self, arm: LiteralShown, asking: list[float]) -> float:
+        """p(x): the mean of the trunk's members on z, its piecewise-linear codes, and the user embedding."""
+        if not self.settings.trunk:
+            return 0.0
+        z = self.standardized(arm)
+        codes = []
+        if self.shared.edges is not None:
+            for value, edges in zip(z, self.shared.edges, strict=True):
+                for low, high in pairwise(edges):
+                    codes.append(min(max((value - low) / (high - low), 0.0), 1.0) - 0.5)
+        said = []
+        for *hidden, last in self.shared.trunk:
+            y = np.array([*z, *codes, *asking])
+            for weights, offsets in hidden:
+                y = np.maximum(weights @ y + offsets, 0.0)
+            said.append(float((last[0] @ y + last[1])[0]))
+        return sum(said) / len(said)
+
+    def inputs(self, arm: LiteralShown) -> Array:
+        """The part of h that comes from the arm alone."""
+        z = self.standardized(arm)
+        return z if self.shared.directions is None else self.shared.directions.T @ z
+
+    def h(self, arm: LiteralShown, predicted: float) -> Array:
+        """[1, x, products of pairs of x where there is room for them, p]."""
+        x = self.inputs(arm)
+        products = []
+        if len(self.shared.prior_mean) > len(x) + 2:
+            for i in range(len(x)):
+                products += [x[i] * x[j] - (1.0 if i == j else 0.0) for j in range(i, len(x))]
+        return np.array([1.0, *x, *products, predicted])
+
+    # -- users
+
+    def weight(self, sample: LiteralSample) -> float:
+        """Weight of a sample: one from before the last change of tastes has 20 times the noise variance."""
+        return 1.0 if sample.epoch >= self.shared.since else 0.05
+
+    def noises(self, samples: Sequence[LiteralSample]) -> Array:
+        """The covariance of the samples' noise [S, S]."""
+        return np.diag([self.shared.noise / self.weight(sample) for sample in samples])
+
+    def posterior(self, mean: Array, covariance: Array, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
+        """w ~ N(mean, covariance) given r_i = h_iᵀw + noise: the normal distribution of (w, r), conditioned on r."""
+        if not samples:
+            return mean, covariance
+        rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])  # [S, D]
+        rewards = np.array([sample.reward for sample in samples])
+        among = rows @ covariance @ rows.T + self.noises(samples)
+        across = covariance @ rows.T
+        kalman = across @ np.linalg.inv(among)
+        return mean + kalman @ (rewards - rows @ mean), covariance - kalman @ across.T
+
+    def responsibilities(self, samples: Sequence[LiteralSample]) -> list[float]:
+        """Bayes' rule: group weight × density of the user's rewards when their head is N(centre, κΣ)."""
+        within = self.settings.group_spread * self.shared.prior_covariance
+        logs = []
+        for centre, evidence_weight in zip(self.shared.centres, self.shared.evidence_weights, strict=True):
+            log = math.log(evidence_weight)
+            if samples:
+                rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])
+                covariance = rows @ within @ rows.T + self.noises(samples)
+                log += float(
+                    multivariate_normal.logpdf([sample.reward for sample in samples], rows @ centre, covariance)
+                )
+            logs.append(log)
+        weights = [math.exp(log - max(logs)) for log in logs]
+        return [weight / sum(weights) for weight in weights]
+
+    def grouped(self, samples: Sequence[LiteralSample]) -> list[tuple[float, Array, Array]]:
+        """The probability of each group, with the user's head and covariance as a member of it."""
+        within = self.settings.group_spread * self.shared.prior_covariance
+        return [
+            (belief, *self.posterior(centre, within, samples))
+            for belief, centre in zip(self.responsibilities(samples), self.shared.centres, strict=True)
+        ]
+
+    def head(self, samples: Sequence[LiteralSample]) -> Array:
+        """The mean head: the user's own by the trust in it, otherwise the pooled head."""
+        return self.shared.trust * self.own_head(samples) + (1 - self.shared.trust) * self.plain_head(samples)
+
+    def plain_head(self, samples: Sequence[LiteralSample]) -> Array:
+        """The pooled head plus the user's level: the mean residual of their rewards, shrunk by κ pseudo-samples."""
+        exceeded = counted = 0.0
+        for sample in samples:
+            exceeded += self.weight(sample) * (
+                sample.reward - float(self.h(sample.arm, sample.noted) @ self.shared.plain)
+            )
+            counted += self.weight(sample)
+        head = self.shared.plain.copy()
+        head[0] += exceeded / (counted + self.shared.plain_level_events)
+        return head
+
+    def own_head(self, samples: Sequence[LiteralSample]) -> Array:
+        """The user's own head: 1 − λ of the ungrouped one, λ of the grouped ones."""
+        alone, _ = self.posterior(self.shared.prior_mean, self.shared.prior_covariance, samples)
+        if not self.settings.groups or not self.shared.centres:
+            return alone
+        together = np.zeros_like(alone)
+        for belief, mean, _ in self.grouped(samples):
+            together = together + belief * mean
+        return (1 - self.shared.guard) * alone + self.shared.guard * together
+
+    def statistics(self, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
+        """A = Σ hhᵀ and b = Σ hr over weighted samples."""
+        size = self.shared.prior_mean.shape[0]
+        gram, moment = np.zeros((size, size)), np.zeros(size)
+        for sample in samples:
+            h = self.h(sample.arm, sample.noted)
+            gram += self.weight(sample) * np.outer(h, h)
+            moment += self.weight(sample) * h * sample.reward
+        return gram, moment
+
+    def kept(self, samples: Sequence[LiteralSample]) -> Sequence[LiteralSample]:
+        """The newest samples, oldest first."""
+        return list(samples)[max(0, len(samples) - self.settings.memory_samples) :]
+
+    # -- requests
+
+    def score(
+        self, arm: LiteralShown, own: Sequence[LiteralSample], stored: Array, pool: Sequence[Array], own_row: int
+    ) -> LiteralArm:
+        """Score one arm for a user with these samples and this stored head, in a pool of these heads."""
+        shared, settings = self.shared, self.settings
+        asking = self.embedding(stored)
+        offer = [] if shared.common_ratio is None else arm.offer
+        predicted = self.predicted(arm, asking)
+        if not settings.heads:
+            reported = [predicted, math.sqrt(shared.noise), shared.reach]
+            return LiteralArm(predicted, 0.0, [*[predicted] * 4, *reported, *asking, *offer])
+        h = self.h(arm, predicted)
+        head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
+        alone, variance = float(h @ head), float(h @ covariance @ h)
+        together, mean = alone, alone
+        if settings.groups and shared.centres:
+            groups = self.grouped(own)
+            together = sum(belief * float(h @ w) for belief, w, _ in groups)
+            # The variance of a mixture: variance within each component plus variance between them.
+            mixed = sum(belief * float(h @ p @ h) for belief, _, p in groups)
+            mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
+            mean = (1 - shared.guard) * alone + shared.guard * together
+            variance = (1 - shared.guard) * variance + shared.guard * mixed
+        plain = float(h @ self.plain_head(own))
+        mean = shared.trust * mean + (1 - shared.trust) * plain
+        if shared.trust == 0:
+            variance = float(h @ shared.plain_covariance @ h)
+        found = LiteralArm(mean, 0.0, [])
+        for row, other in enumerate(pool):
+            if row != own_row:
+                found.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
+        if settings.memory:
+            correction, left = self.remembered(arm, own)
+            found.mean += correction
+            variance += left
+        found.bonus = settings.alpha * math.sqrt(variance)
+        reported = [found.mean, math.sqrt(variance + shared.noise), shared.reach]
+        found.noted = [predicted, plain, alone, together, *reported, *asking, *offer]
+        return found
+
+    def remembered(self, arm: LiteralShown, own: Sequence[LiteralSample]) -> tuple[float, float]:
+        """g·Σ k e / (1 + g·s) and g·σ² / (1 + g·s), where a sample of weight v counts as v samples."""
+        gain, x, head = self.shared.gain, self.inputs(arm), self.head(own)
+        told = seen = 0.0
+        for sample in self.kept(own):
+            apart = math.sqrt(float(np.mean((x - self.inputs(sample.arm)) ** 2)))
+            similarity = self.weight(sample) * math.exp(-0.5 * (apart / self.settings.memory_radius) ** 2)
+            told += similarity * (sample.reward - float(self.h(sample.arm, sample.noted) @ head))
+            seen += similarity
+        return gain * told / (1 + gain * seen), gain * self.shared.noise / (1 + gain * seen)

@@ -1,0 +1,1 @@
+"""Epochs: derive everything shared from users' samples and publish it."""

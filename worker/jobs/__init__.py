@@ -1,0 +1,1 @@
+"""Long jobs under a lease: training fusion models, transfer between users."""

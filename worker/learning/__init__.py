@@ -1,0 +1,1 @@
+"""From reward events to user states: consume, fit, publish."""
