@@ -18,13 +18,7 @@ from metaban.service.engine.admin.snapshots import SnapshotAdmin
 from metaban.service.engine.admin.transfer import TransferAdmin
 from metaban.service.engine.admin.users import UserAdmin
 from metaban.service.engine.admin.warm_starts import FusionAdmin
-from metaban.service.engine.commands import (
-    CheckResult,
-    FeedbackOutcome,
-    Recommendation,
-    RecommendCommand,
-    RewardCommand,
-)
+from metaban.service.engine.commands import CheckResult
 from metaban.service.engine.feedback import Feedback, confirmation
 from metaban.service.engine.model.lifecycle import ModelHost, Serving, TensorThread
 from metaban.service.engine.recommend.candidates import CandidateFinder
@@ -53,7 +47,7 @@ from metaban.store.audit import AuditLog, AuditRecord
 from metaban.store.catalogue import CatalogueStore
 from metaban.store.client.cluster import is_cluster_url
 from metaban.store.client.connection import NO_LIMIT, check_server, connect, drop_idle, waitaof_refusal
-from metaban.store.decisions.decisions import DecisionRecord, DecisionStore
+from metaban.store.decisions.decisions import DecisionStore
 from metaban.store.decisions.default_rewards import AwaitedRewardStore
 from metaban.store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from metaban.store.events.stream import EventStream
@@ -98,6 +92,9 @@ class Engine:
 
     #: The current settings; these and the parts below exist once started.
     live: LiveSettings
+    #: Answers /recommend and takes /feedback.
+    decider: Decider
+    feedback: Feedback
     arms: ArmAdmin
     users: UserAdmin
     groups: GroupAdmin
@@ -162,9 +159,9 @@ class Engine:
         self._catalogue = Catalogue(catalogue_store)
         selector = Selector(live, users, host, CandidateFinder(guard, host, self._catalogue), self.metrics)
         profiles = ProfileReader(live, self._namespaces, host)
-        self._decider = Decider(live, guard, decisions, selector, profiles, self.metrics)
+        self.decider = Decider(live, guard, decisions, selector, profiles, self.metrics)
         awaiting = AwaitedRewardStore(self._redis, keys)
-        self._feedback = Feedback(live, guard, users, decisions, self._events, awaiting, host, self.metrics)
+        self.feedback = Feedback(live, guard, users, decisions, self._events, awaiting, host, self.metrics)
         self.snapshots = SnapshotAdmin(self._redis, settings, live.record)
         self.arms = ArmAdmin(settings, guard, catalogue_store, host, self.snapshots.jobs)
         self.users = UserAdmin(
@@ -218,18 +215,6 @@ class Engine:
             await self._host.stop()
         # Off the event loop: it waits for the job in progress.
         await asyncio.to_thread(self._compute.shutdown)
-
-    async def recommend(self, command: RecommendCommand) -> Recommendation:
-        """Select arms for a user and store the decision before answering; `logged` is False when it was not stored."""
-        return await self._decider.recommend(command)
-
-    async def activate(self, decision_id: str) -> DecisionRecord:
-        """Let a deferred decision take rewards from now on; an active one is returned unchanged."""
-        return await self._decider.activate(decision_id)
-
-    async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
-        """Enqueue rewards for learning; with `wait_applied`, return when the served parameters include them."""
-        return await self._feedback.feedback(commands, wait_applied=wait_applied)
 
     @property
     def serving(self) -> Serving | None:

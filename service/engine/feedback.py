@@ -57,7 +57,7 @@ class Feedback:
         self._metrics = metrics
         self._log = log.bind(namespace=metrics.namespace)
 
-    async def feedback(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
+    async def accept(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, return when the served parameters include them.
 
         InvalidInput, with nothing stored, when one is outside of the namespace's range.

@@ -121,12 +121,22 @@ NamespaceName = Annotated[
 
 async def require_client(request: Request, grant: Granted, namespace: NamespaceName = None) -> Engine:
     """The engine of the request's namespace; refuses a key that is not for it."""
-    return await _engine(request, grant, namespace, admin=False)
+    app_state = state_of(request.app)
+    name = namespace or app_state.settings.namespace
+    # Checked before the namespace is looked up: a key must not reveal which other namespaces exist.
+    if grant is not EVERYTHING and not grant.covers(name, admin=False):
+        raise Forbidden("The key is not for this namespace: name its own with ?namespace=.")
+    engine = await app_state.recommenders.engine(name)
+    request.state.engine, request.state.namespace = engine, name  # for the log line and the audit line
+    return engine
 
 
 async def require_admin(request: Request, grant: Granted, namespace: NamespaceName = None) -> Engine:
     """The same; refuses a key that is not an admin's."""
-    return await _engine(request, grant, namespace, admin=True)
+    name = namespace or state_of(request.app).settings.namespace
+    if grant.covers(name, admin=False) and not grant.covers(name, admin=True):
+        raise Forbidden("This needs an admin's key: one whose digest is in METABAN_ADMIN_KEYS.")
+    return await require_client(request, grant, namespace)
 
 
 async def require_observer(grant: Granted) -> None:
@@ -139,20 +149,6 @@ async def require_operator(grant: Granted) -> None:
     """Refuse every key but an admin's for all namespaces."""
     if not grant.covers(None, admin=True):
         raise Forbidden("This needs an admin's key for all namespaces: a digest alone in METABAN_ADMIN_KEYS.")
-
-
-async def _engine(request: Request, grant: Grant, namespace: str | None, *, admin: bool) -> Engine:
-    app_state = state_of(request.app)
-    name = namespace or app_state.settings.namespace
-    if grant is not EVERYTHING:
-        # Checked before the namespace is looked up: a key must not reveal which other namespaces exist.
-        if not grant.covers(name, admin=False):
-            raise Forbidden("The key is not for this namespace: name its own with ?namespace=.")
-        if admin and not grant.covers(name, admin=True):
-            raise Forbidden("This needs an admin's key: one whose digest is in METABAN_ADMIN_KEYS.")
-    engine = await app_state.recommenders.engine(name)
-    request.state.engine, request.state.namespace = engine, name  # for the log line and the audit line
-    return engine
 
 
 #: The engine of the request's namespace: for routes of clients, and for routes of admins.

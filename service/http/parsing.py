@@ -162,9 +162,17 @@ def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCo
 
     `key` replaces missing event ids.
     """
-    if not (isinstance(payload, dict) and "events" in payload):
-        reward = validated(RewardIn, members_of(payload, RewardIn))
-        return [_reward_command(reward, (), key)], False
+    batch = isinstance(payload, dict) and "events" in payload
+    rewards = _batch_of(payload) if batch else [validated(RewardIn, members_of(payload, RewardIn))]
+    commands = []
+    for place, reward in enumerate(rewards):
+        path: tuple[str | int, ...] = ("events", place) if batch else ()
+        event_id = reward.event_id or (f"{key}:{place}" if batch and key is not None else key)
+        commands.append(RewardCommand(reward.decision_id, reward.arm_id, reward.reward, event_id, path))
+    return commands, batch
+
+
+def _batch_of(payload: dict[str, Any]) -> list[RewardIn]:
     members = members_of(payload, RewardBatch)
     events = members["events"]
     if isinstance(events, list):
@@ -173,11 +181,7 @@ def reward_commands(payload: Any, key: str | None = None) -> tuple[list[RewardCo
         for place, event in enumerate(events):
             if isinstance(event, dict):
                 members_of(event, RewardIn, ("events", place))
-    rewards = validated(RewardBatch, members).events
-    return [
-        _reward_command(reward, ("events", place), None if key is None else f"{key}:{place}")
-        for place, reward in enumerate(rewards)
-    ], True
+    return validated(RewardBatch, members).events
 
 
 def fingerprint(request: RecommendRequest) -> str:
@@ -271,7 +275,3 @@ def validated(model: type[Model], members: dict[str, Any]) -> Model:
         return model.model_validate(members)
     except ValidationError as error:
         raise invalid_input(error) from None
-
-
-def _reward_command(reward: RewardIn, path: tuple[str | int, ...], event_id: str | None) -> RewardCommand:
-    return RewardCommand(reward.decision_id, reward.arm_id, reward.reward, reward.event_id or event_id, path)

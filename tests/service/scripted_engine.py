@@ -55,6 +55,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.metrics = Metrics().of(self.namespace)
+        self.decider = self.feedback = self
         self.calls: list[RecommendCommand | list[RewardCommand]] = []
         self.waited: list[bool] = []
         self.activated: list[str] = []
@@ -87,7 +88,7 @@ class ScriptedEngine:
             raise self.error
         return decided(decision_id, (), activated_ms=1_234)
 
-    async def feedback(self, commands: list[RewardCommand], wait_applied: bool) -> FeedbackOutcome:
+    async def accept(self, commands: list[RewardCommand], wait_applied: bool) -> FeedbackOutcome:
         self.calls.append(commands)
         self.waited.append(wait_applied)
         if self.error:

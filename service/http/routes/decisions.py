@@ -40,5 +40,5 @@ async def activate(
 
     The call can be repeated. It does nothing for a decision that was not deferred.
     """
-    decision = await engine.activate(decision_id)
+    decision = await engine.decider.activate(decision_id)
     return ActivationOut(decision_id=decision.decision_id, activated_ms=decision.since_ms)

@@ -74,7 +74,7 @@ async def feedback(
     batch fail. A late reward, or the reward of a baseline decision, is listed in `rejected` even when sent alone.
     """
     commands, batch = reward_commands(parse_json(await read_body(request)), idempotency_key)
-    outcome = await engine.feedback(commands, wait_applied=wait == "applied")
+    outcome = await engine.feedback.accept(commands, wait_applied=wait == "applied")
     engine.metrics.count_rewards(
         accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=len(outcome.rejected)
     )

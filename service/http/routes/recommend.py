@@ -155,7 +155,7 @@ async def _decide(engine: Engine, app_state: AppState, payload: Any, arrived_s: 
     """Answer one parsed request; response members that were not asked for stay unset."""
     with engine.metrics.stage("intake"):
         command = recommend_command(payload, app_state.settings)
-    made = await engine.recommend(command)
+    made = await engine.decider.recommend(command)
     decision = made.decision
     engine.metrics.count_decision(decision.policy, decision.cold_start, replayed=made.replayed, logged=made.logged)
     items = []

@@ -46,16 +46,18 @@ async def test_outage_of_one_primary(cluster: ValkeyCluster, monkeypatch: pytest
     await engine.start()
     try:
         for partition in (lost, sound):
-            assert (await engine.recommend(ask(id_in(partition, "u"), decision_id=id_in(partition, "d")))).logged
+            assert (
+                await engine.decider.recommend(ask(id_in(partition, "u"), decision_id=id_in(partition, "d")))
+            ).logged
         dead.kill()
         for number in range(5):
-            there = await engine.recommend(ask(id_in(lost, "u"), decision_id=id_in(lost, f"there-{number}-")))
+            there = await engine.decider.recommend(ask(id_in(lost, "u"), decision_id=id_in(lost, f"there-{number}-")))
             assert not there.logged
             with pytest.raises(StoreUnavailable):
-                await engine.feedback([reward(id_in(lost, "d"))], wait_applied=False)
-            here = await engine.recommend(ask(id_in(sound, "u"), decision_id=id_in(sound, f"here-{number}-")))
+                await engine.feedback.accept([reward(id_in(lost, "d"))], wait_applied=False)
+            here = await engine.decider.recommend(ask(id_in(sound, "u"), decision_id=id_in(sound, f"here-{number}-")))
             assert here.logged
-            outcome = await engine.feedback([reward(here.decision.decision_id)], wait_applied=False)
+            outcome = await engine.feedback.accept([reward(here.decision.decision_id)], wait_applied=False)
             assert outcome.accepted == 1
 
         assert engine.serving is not None

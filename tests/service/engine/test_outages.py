@@ -58,7 +58,7 @@ async def engine(make_engine: MakeEngine) -> Engine:
     """An engine that has served a request."""
     engine = make_engine()
     await engine.start()
-    await engine.recommend(ask())
+    await engine.decider.recommend(ask())
     return engine
 
 
@@ -67,7 +67,7 @@ async def is_ready(engine: Engine) -> bool:
 
 
 async def logs(engine: Engine) -> bool:
-    return (await engine.recommend(ask("someone"))).logged
+    return (await engine.decider.recommend(ask("someone"))).logged
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -80,20 +80,20 @@ class TestAway:
 
     async def test_answers_from_memory_are_marked_unlogged(self, engine: Engine, valkey: OwnValkey, how: str) -> None:
         async with worker_running(valkey.url):
-            await engine.recommend(ask("known", decision_id="d1"))
-            await engine.feedback([reward("d1")], wait_applied=True)
+            await engine.decider.recommend(ask("known", decision_id="d1"))
+            await engine.feedback.accept([reward("d1")], wait_applied=True)
         self.go(valkey, how)
         async with asyncio.timeout(AT_ONCE_S):
-            known = await engine.recommend(ask("known"))
-            new = await engine.recommend(ask("new"))
-            repeated = [await engine.recommend(ask("known", k=3, decision_id="again")) for _ in range(2)]
+            known = await engine.decider.recommend(ask("known"))
+            new = await engine.decider.recommend(ask("new"))
+            repeated = [await engine.decider.recommend(ask("known", k=3, decision_id="again")) for _ in range(2)]
         assert (known.logged, known.decision.cold_start, len(known.decision.items)) == (False, None, 1)
         assert (new.logged, new.decision.cold_start) == (False, "meta")
         assert [answer.logged for answer in repeated] == [False, False]
         assert repeated[0].decision.items == repeated[1].decision.items
         async with asyncio.timeout(AT_ONCE_S):
             with pytest.raises(StoreUnavailable):
-                await engine.feedback([reward("d1", event="another")], wait_applied=False)
+                await engine.feedback.accept([reward("d1", event="another")], wait_applied=False)
             with pytest.raises(StoreUnavailable):
                 await engine.refresh_gauges()
             checks = await engine.readiness()
@@ -102,26 +102,26 @@ class TestAway:
         self.come_back(valkey, how)
         await soon(lambda: logs(engine))
         await soon(lambda: is_ready(engine))
-        outcome = await engine.feedback([reward("d1")], wait_applied=False)
+        outcome = await engine.feedback.accept([reward("d1")], wait_applied=False)
         assert outcome.duplicates == 1, "what was acknowledged before is still known"
-        outcome = await engine.feedback(
+        outcome = await engine.feedback.accept(
             [reward("d1", event="another"), reward(new.decision.decision_id)], wait_applied=False
         )
         assert (outcome.accepted, outcome.duplicates) == (1, 0)
         assert [rejection.code for rejection in outcome.rejected] == ["unknown-decision"]
-        decided = await engine.recommend(ask("known", k=3, decision_id="again"))
+        decided = await engine.decider.recommend(ask("known", k=3, decision_id="again"))
         assert (decided.logged, decided.replayed) == (True, False)
         assert [item.arm_id for item in decided.decision.items] == [item.arm_id for item in repeated[0].decision.items]
 
     async def test_requests_return_quickly_and_leave_no_connection(
         self, engine: Engine, valkey: OwnValkey, how: str
     ) -> None:
-        await engine.recommend(ask(decision_id="d"))
+        await engine.decider.recommend(ask(decision_id="d"))
         self.go(valkey, how)
         async with asyncio.timeout(AT_ONCE_S):
             for _ in range(3):
-                asked = [engine.recommend(ask(f"user {number}")) for number in range(CROWD)]
-                told = [engine.feedback([reward("d")], wait_applied=False) for _ in range(CROWD)]
+                asked = [engine.decider.recommend(ask(f"user {number}")) for number in range(CROWD)]
+                told = [engine.feedback.accept([reward("d")], wait_applied=False) for _ in range(CROWD)]
                 answers = await asyncio.gather(*asked)
                 refusals = await asyncio.gather(*told, return_exceptions=True)
                 assert not any(answer.logged for answer in answers)
@@ -129,52 +129,54 @@ class TestAway:
         self.come_back(valkey, how)
         await soon(lambda: logs(engine))
         async with asyncio.timeout(AT_ONCE_S):
-            answers = await asyncio.gather(*(engine.recommend(ask(f"user {number}")) for number in range(CROWD)))
+            answers = await asyncio.gather(
+                *(engine.decider.recommend(ask(f"user {number}")) for number in range(CROWD))
+            )
         assert all(answer.logged for answer in answers)
 
     async def test_store_outage_refuse(self, make_engine: MakeEngine, valkey: OwnValkey, how: str) -> None:
         engine = make_engine(store_outage="refuse")
         await engine.start()
-        assert (await engine.recommend(ask())).logged
+        assert (await engine.decider.recommend(ask())).logged
         self.go(valkey, how)
         async with asyncio.timeout(AT_ONCE_S):
             for number in range(5):
                 with pytest.raises(StoreUnavailable):
-                    await engine.recommend(ask(decision_id=f"d{number}"))
+                    await engine.decider.recommend(ask(decision_id=f"d{number}"))
             checks = await engine.readiness()
         assert (checks["store"].ok, checks["store"].vital) == (False, True)
         self.come_back(valkey, how)
         await soon(lambda: is_ready(engine))
-        assert (await engine.recommend(ask())).logged
+        assert (await engine.decider.recommend(ask())).logged
 
     async def test_outage_before_the_first_request(self, make_engine: MakeEngine, valkey: OwnValkey, how: str) -> None:
         engine = make_engine()
         await engine.start()
         self.go(valkey, how)
         async with asyncio.timeout(AT_ONCE_S):
-            firsts = [engine.recommend(ask(decision_id=f"d{number}")) for number in range(20)]
+            firsts = [engine.decider.recommend(ask(decision_id=f"d{number}")) for number in range(20)]
             refusals = await asyncio.gather(*firsts, return_exceptions=True)
             checks = await engine.readiness()
         assert {type(refusal) for refusal in refusals} == {Unavailable}
         assert (checks["store"].ok, checks["store"].vital) == (False, True)
         self.come_back(valkey, how)
         await soon(lambda: is_ready(engine))
-        assert (await engine.recommend(ask())).logged
+        assert (await engine.decider.recommend(ask())).logged
 
 
 async def test_decision_whose_write_reply_was_lost(engine: Engine, valkey: OwnValkey) -> None:
     async with worker_running(valkey.url):
-        await engine.recommend(ask("u", decision_id="d"))
-        await engine.feedback([reward("d")], wait_applied=True)
+        await engine.decider.recommend(ask("u", decision_id="d"))
+        await engine.feedback.accept([reward("d")], wait_applied=True)
     valkey.pause()
-    answer = await engine.recommend(ask("u", k=2))  # in memory: the store gets only the write
+    answer = await engine.decider.recommend(ask("u", k=2))  # in memory: the store gets only the write
     assert not answer.logged
     valkey.resume()
     await soon(lambda: logs(engine))
     with valkey.client() as client:
         written = list(client.scan_iter(f"*decision:{answer.decision.decision_id}"))
     assert len(written) == 1, "the bytes had been sent"
-    repeated = await engine.recommend(ask("u", k=2, decision_id=answer.decision.decision_id))
+    repeated = await engine.decider.recommend(ask("u", k=2, decision_id=answer.decision.decision_id))
     assert (repeated.replayed, repeated.logged, repeated.decision.items) == (True, True, answer.decision.items)
 
 
@@ -195,12 +197,12 @@ async def test_outage_during_the_readiness_check(
 async def test_store_out_of_memory(engine: Engine, valkey: OwnValkey) -> None:
     with valkey.client() as client:
         client.config_set("maxmemory", 1)
-        assert not (await engine.recommend(ask())).logged
+        assert not (await engine.decider.recommend(ask())).logged
         await asyncio.sleep(0.3)  # several probes
         checks = await engine.readiness()
         assert (checks["store"].ok, checks["store"].vital) == (False, False)
         with pytest.raises(StoreUnavailable):
-            await engine.feedback([reward("d")], wait_applied=False)
+            await engine.feedback.accept([reward("d")], wait_applied=False)
         client.config_set("maxmemory", 0)
     await soon(lambda: logs(engine))
 
@@ -250,14 +252,14 @@ async def test_dead_connections_are_replaced(
     async with proxy_to(valkey, tmp_path / "p.sock") as proxy:
         engine = make_engine(f"unix://{tmp_path}/p.sock")
         await engine.start()
-        await asyncio.gather(*(engine.recommend(ask(f"user {number}")) for number in range(30)))
+        await asyncio.gather(*(engine.decider.recommend(ask(f"user {number}")) for number in range(30)))
         proxy.swallow()
         async with asyncio.timeout(AT_ONCE_S):
-            assert not (await engine.recommend(ask())).logged
+            assert not (await engine.decider.recommend(ask())).logged
             await soon(lambda: logs(engine))
             # No old idle connection is used; each would leave a decision unrecorded.
             for _ in range(20):
-                assert (await engine.recommend(ask())).logged
+                assert (await engine.decider.recommend(ask())).logged
 
 
 async def test_dead_connections_that_wait_for_replicas_are_replaced(
@@ -269,12 +271,12 @@ async def test_dead_connections_that_wait_for_replicas_are_replaced(
             f"unix://{tmp_path}/p.sock", redis_url=valkey.url, durability="replicated", replica_wait_ms=100
         )
         await engine.start()
-        await engine.recommend(ask(decision_id="d"))
+        await engine.decider.recommend(ask(decision_id="d"))
         with pytest.raises(NotReplicated):  # the store has no replica
-            await engine.feedback([reward("d")], wait_applied=False)
+            await engine.feedback.accept([reward("d")], wait_applied=False)
         proxy.swallow()
         async with asyncio.timeout(AT_ONCE_S):
-            assert not (await engine.recommend(ask())).logged
+            assert not (await engine.decider.recommend(ask())).logged
             await soon(lambda: logs(engine))
             with pytest.raises(NotReplicated):
-                await engine.feedback([reward("d")], wait_applied=False)
+                await engine.feedback.accept([reward("d")], wait_applied=False)

@@ -77,7 +77,7 @@ async def started(make_engine: MakeEngine) -> Engine:
 
 async def decided(engine: Engine, user: str, **changes: Any) -> DecisionRecord:
     """A decision on all arms."""
-    return (await engine.recommend(replace(ask(user, k=4), **changes))).decision
+    return (await engine.decider.recommend(replace(ask(user, k=4), **changes))).decision
 
 
 def scores(decision: DecisionRecord) -> dict[str, tuple[float, float]]:
@@ -116,7 +116,7 @@ async def test_a_reward_is_applied_before_the_refit_ends(
     async with learning(shop):
         async with refitting(shop) as training:
             before = await decided(engine, user)
-            told = await engine.feedback([reward(before.decision_id, arm="arm 1")], wait_applied=True)
+            told = await engine.feedback.accept([reward(before.decision_id, arm="arm 1")], wait_applied=True)
             assert (told.accepted, told.applied) == (1, True)
             after = await decided(engine, user)
             assert not training.done()
@@ -140,7 +140,7 @@ async def test_a_reward_that_is_refitted_before_it_is_served(
     serving = engine.serving
     assert serving is not None
     await serving.replica._loading.acquire()  # the service reads no state
-    waiting = asyncio.create_task(engine.feedback([reward(before.decision_id, arm="arm 1")], wait_applied=True))
+    waiting = asyncio.create_task(engine.feedback.accept([reward(before.decision_id, arm="arm 1")], wait_applied=True))
 
     async def is_applied() -> bool:
         await shop.learn({})

@@ -59,7 +59,7 @@ async def engine(valkey: OwnValkey, store: Redis, monkeypatch: pytest.MonkeyPatc
 
 
 async def decide(engine: Engine, user: str, profile: Features | None = None) -> Recommendation:
-    return await engine.recommend(replace(ask(user), user_features=profile))
+    return await engine.decider.recommend(replace(ask(user), user_features=profile))
 
 
 def fusion(engine: Engine) -> ServedFusion:
@@ -244,7 +244,7 @@ async def test_profile_needs_no_extra_store_call(engine: Engine, monkeypatch: py
 
     async def round_trips(user: str, profile: Features | None, decision_id: str | None = None) -> int:
         before = sent.count(asyncio.current_task())
-        answer = await engine.recommend(replace(ask(user, decision_id=decision_id), user_features=profile))
+        answer = await engine.decider.recommend(replace(ask(user, decision_id=decision_id), user_features=profile))
         assert answer.logged
         assert (answer.decision.cold_start == "fusion") == (profile is not None or user == "ann")
         return sent.count(asyncio.current_task()) - before
