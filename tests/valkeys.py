@@ -104,23 +104,45 @@ class ValkeyCluster:
 
     def node_of(self, slot: int) -> Valkey:
         """The server of a slot, as the servers themselves report."""
-        ranges = self.nodes[0].ask("CLUSTER", "SLOTS")
-        assert isinstance(ranges, list)
-        [port] = [primary[1] for first, last, primary, *_ in ranges if first <= slot <= last]
-        return next(node for node in self.nodes if node.port == port)
+        return next(node for node in self.nodes if node.port == owner_of(self.nodes[0], slot))
+
+    def give(self, slot: int, target: Valkey) -> None:
+        """Assign an empty slot to a server."""
+        for node in self.nodes:
+            node.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+        if (owner := owner_of(target, slot)) != target.port:
+            [source] = [node for node in self.nodes if node.port == owner]
+            # Only a server that imports a slot raises its configuration epoch when it takes it. Without that, gossip of
+            # the former owner can take the slot back.
+            target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source.ask("CLUSTER", "MYID"))
+        target_id = target.ask("CLUSTER", "MYID")
+        for node in [target, *self.nodes]:
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
     def agree(self) -> None:
-        """Wait until every node serves and knows all the others."""
+        """Wait until every node serves and all name the same owner for every slot."""
 
-        def well(node: Valkey) -> bool:
-            said = node.ask("CLUSTER", "INFO")
-            assert isinstance(said, bytes)
-            ranges = node.ask("CLUSTER", "SLOTS")
-            assert isinstance(ranges, list)
-            covered = sum(last - first + 1 for first, last, *_ in ranges)
-            return b"cluster_state:ok" in said and covered == SLOTS
+        def agreed() -> bool:
+            views = [owned_ranges(node) for node in self.nodes]
+            covered = sum(last - first + 1 for first, last, _ in views[0])
+            states = [node.ask("CLUSTER", "INFO") for node in self.nodes]
+            well = all(isinstance(state, bytes) and b"cluster_state:ok" in state for state in states)
+            return well and covered == SLOTS and all(view == views[0] for view in views)
 
-        eventually(lambda: all(well(node) for node in self.nodes), "a cluster in agreement")
+        eventually(agreed, "a cluster in agreement")
+
+
+def owned_ranges(node: Valkey) -> set[tuple[int, int, int]]:
+    """Slot ranges of a cluster as (first, last, port of the owner), as one server reports them."""
+    ranges = node.ask("CLUSTER", "SLOTS")
+    assert isinstance(ranges, list)
+    return {(first, last, primary[1]) for first, last, primary, *_ in ranges}
+
+
+def owner_of(node: Valkey, slot: int) -> int:
+    """Port of the owner of a slot, as one server reports it."""
+    [port] = [port for first, last, port in owned_ranges(node) if first <= slot <= last]
+    return port
 
 
 @contextmanager

@@ -106,13 +106,6 @@ async def test_errors_are_those_of_a_single_server(store: Store):
         await command(store, "HGET", CLUSTER_KEYS[0], "f")
 
 
-def give_slot(servers: ValkeyCluster, slot: int, target: Valkey) -> None:
-    """Assign a slot to a server; its keys are not moved."""
-    node_id = target.ask("CLUSTER", "MYID")
-    for node in [target, *servers.nodes]:
-        node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id)
-
-
 @asynccontextmanager
 async def slot_moves(servers: ValkeyCluster, key: str) -> AsyncIterator[tuple[Valkey, Valkey]]:
     """Start to move the slot of a key to another server; the slot is given back empty at the end."""
@@ -126,7 +119,7 @@ async def slot_moves(servers: ValkeyCluster, key: str) -> AsyncIterator[tuple[Va
     finally:
         for node in servers.nodes:
             node.ask("FLUSHALL")
-        give_slot(servers, slot, source)
+        servers.give(slot, source)
         servers.agree()
 
 
@@ -135,7 +128,7 @@ async def test_a_slot_that_moved_is_followed(open_store: Open, servers: ValkeyCl
     key = CLUSTER_KEYS[0]
     await pipeline(store, [("DEL", name) for name in CLUSTER_KEYS])
     async with slot_moves(servers, key) as (_, target):
-        give_slot(servers, key_slot(key.encode()), target)
+        servers.give(key_slot(key.encode()), target)
         # The client knows the old owner, which refuses the batch: it is neither lost nor sent twice.
         commands: list[Command] = [("XADD", key, f"{n}-0", "f", "v") for n in range(1, 30)]
         assert await pipeline(store, commands) == [f"{n}-0".encode() for n in range(1, 30)]
@@ -153,7 +146,7 @@ async def test_a_slot_in_migration_is_asked_for(store: Store, servers: ValkeyClu
         assert (first, second) != (None, None)
         assert length == 1
         assert source.ask("XLEN", stays) == 2
-        give_slot(servers, key_slot(b"k3"), target)  # keys left at the source are dropped
+        servers.give(key_slot(b"k3"), target)  # keys left at the source are dropped
         assert target.ask("XLEN", new) == 1
 
 
