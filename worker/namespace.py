@@ -160,7 +160,7 @@ class NamespaceWorker:
             partitions=record.partitions,
             candidate_pool=built_with.candidate_pool,
         )
-        fit_batcher = FitBatcher(self._compute)
+        fit_batcher = FitBatcher(self._compute, ending)
         publisher = Publisher(streams, users, model, fit_batcher, consumer=token, samples_kept=built_with.samples_kept)
         waiting = EventStream(
             self._reading,
@@ -259,7 +259,9 @@ def _built_with(record: NamespaceRecord) -> _BuiltWith:
 
 async def _until_changed(model: NamespaceModel, built_with: _BuiltWith, ending: asyncio.Event) -> None:
     """Wait until the record, which other parts keep up to date, has other values than the parts were built with."""
-    while _built_with(model.record) == built_with:
+    known: NamespaceRecord | None = None
+    while model.record is known or _built_with(model.record) == built_with:
+        known = model.record
         with suppress(TimeoutError):
             async with asyncio.timeout(RECORD_TICK_S):
                 await ending.wait()

@@ -156,7 +156,7 @@ class Workshop:
             self.streams,
             users or self.users,
             model or self.model,
-            FitBatcher(self.compute),
+            FitBatcher(self.compute, self.stopping),
             consumer=consumer,
             samples_kept=self.samples_kept,
         )

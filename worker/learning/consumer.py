@@ -18,6 +18,7 @@ from metaban.store.errors import FenceLost, StoreReset, StoreUnavailable
 from metaban.store.events.event import Delivery
 from metaban.store.events.stream import EventStream
 from metaban.store.failpoints import reach
+from metaban.worker.learning.fit_batcher import FitAbandoned
 from metaban.worker.learning.publisher import Publisher
 from metaban.worker.learning.reader import EventReader
 
@@ -59,7 +60,7 @@ class Consumer:
         self._trying_alone: Delivery | None = None
 
     async def run(self) -> None:
-        """Consume until asked to stop; the batch in progress is finished first."""
+        """Consume until asked to stop; the batch in progress is finished first, or left if its turn comes too late."""
         inherited = False
         while not self._stopping.is_set():
             try:
@@ -75,11 +76,14 @@ class Consumer:
             except StoreUnavailable as error:
                 log.warning("store_unavailable", partition=self._partition, error=str(error))
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
+            except FitAbandoned:
+                # They stay pending for the worker that takes the partition over.
+                log.info("events_left", partition=self._partition)
         with suppress(StoreUnavailable):
             await self._uncount_attempt()
 
     async def _uncount_attempt(self) -> None:
-        """Take back the attempt that an outage of the store interrupted."""
+        """Take back the attempt that an outage of the store or a stop interrupted."""
         if self._trying_alone is not None:
             await self._streams.forgive_attempt(self._trying_alone, self._name)
             self._trying_alone = None
@@ -107,7 +111,7 @@ class Consumer:
             applied = await self._publisher.publish(self._partition, deliveries)
             if applied is not None:
                 self._on_applied(self._partition, applied)
-        except (StoreUnavailable, StoreReset):
+        except (StoreUnavailable, StoreReset, FitAbandoned):
             raise
         except Exception:
             # They stay pending; once stalled each is tried alone, so that one bad event does not block the others.

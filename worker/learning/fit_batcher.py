@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -13,6 +14,15 @@ from metaban.worker.learning.trainer import FitInput, FitResult, Trainer
 
 #: Most users of one batch; the others wait for the next.
 BATCH_USERS = 256
+
+#: After a stop, batches begin for this long. A process that stops later than its supervisor allows is killed, so events
+#: of later batches are left to the next worker.
+FINISH_S = 6.0
+
+
+@final
+class FitAbandoned(Exception):
+    """The worker stops before the fit began."""
 
 
 @final
@@ -30,11 +40,14 @@ class FitRequest:
 class FitBatcher:
     """Collects the fits of all consumers and runs them in batches on an executor.
 
-    Requests that arrive during a fit go into the next batch.
+    Requests that arrive during a fit go into the next batch. Those that wait longer than FINISH_S after a stop raise
+    FitAbandoned.
     """
 
-    def __init__(self, compute: Executor) -> None:
+    def __init__(self, compute: Executor, stopping: asyncio.Event) -> None:
         self._compute = compute
+        self._stopping = stopping
+        self._last_begin_s: float | None = None
         self._waiting: list[FitRequest] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -49,6 +62,10 @@ class FitBatcher:
     async def _run(self) -> None:
         while self._waiting:
             batch = self._next_batch()
+            if self._too_late():
+                for request in batch:
+                    _fail(request, FitAbandoned())
+                continue
             try:
                 await self._fit(batch)
             except Exception as error:
@@ -73,6 +90,15 @@ class FitBatcher:
             if not request.result.done():
                 request.result.set_result(fitted.part(start, end, request.fit_inputs))
             start = end
+
+    def _too_late(self) -> bool:
+        """Whether no batch may begin any more."""
+        if not self._stopping.is_set():
+            return False
+        now_s = time.monotonic()
+        if self._last_begin_s is None:
+            self._last_begin_s = now_s + FINISH_S
+        return now_s >= self._last_begin_s
 
     def _next_batch(self) -> list[FitRequest]:
         """The oldest requests that share trainer and epoch, up to BATCH_USERS users."""

@@ -18,6 +18,7 @@ from metaban.store.errors import StoreReset, StoreUnavailable
 from metaban.store.events.event import Delivery
 from metaban.store.users.records import UserState, UserUpdate
 from metaban.worker.learning import consumer as consumer_module
+from metaban.worker.learning import fit_batcher as fit_batcher_module
 from metaban.worker.learning import reader as reader_module
 from metaban.worker.learning.publisher import Publisher
 from tests.valkeys import ask_every_server
@@ -120,6 +121,34 @@ class TestReading:
         async with asyncio.timeout(30):
             await shop.consumer("c1", publisher=publisher).run()
         assert (await shop.pending(), await total(shop)) == (0, 10)
+
+    @pytest.mark.parametrize("claimed", [False, True])
+    async def test_events_left_by_a_stop_are_learned_by_the_next_worker(
+        self, shop: Workshop, monkeypatch: pytest.MonkeyPatch, claimed: bool
+    ) -> None:
+        monkeypatch.setattr(fit_batcher_module, "FINISH_S", 0.0)
+        if claimed:
+            await shop.give([make_event("a", n) for n in range(10)], "gone")
+        else:
+            await shop.streams.enqueue([make_event("a", n) for n in range(10)])
+        publisher = shop.publisher("c1")
+        publish: Callable[[int, Sequence[Delivery]], Any] = publisher.publish
+
+        async def stopped_meanwhile(partition: int, deliveries: Sequence[Delivery]) -> int | None:
+            shop.stopping.set()
+            outcome: int | None = await publish(partition, deliveries)
+            return outcome
+
+        publisher.publish = stopped_meanwhile  # type: ignore[method-assign]
+        async with asyncio.timeout(30):
+            await shop.consumer("c1", publisher=publisher).run()
+        assert (await shop.pending(), await total(shop)) == (10, 0)
+        counted = await shop.redis.hvals(shop.keys.attempts(0))
+        assert sum(map(int, counted)) == 0  # an attempt that did not begin does not count
+        shop.stopping.clear()
+        async with at_work(shop, "c2"):
+            await soon(lambda: drained(shop))
+        assert (await shop.pending(), await total(shop), await shop.dead_letters()) == (0, 10, [])
 
     async def test_a_lost_group_is_created_again_and_no_event_is_skipped(self, shop: Workshop) -> None:
         async with at_work(shop, "c1"):

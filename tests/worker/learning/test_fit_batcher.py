@@ -17,7 +17,7 @@ from metaban.models.learner import Learner, State, UserBatch
 from metaban.models.presets import build_learner
 from metaban.store.codec import Sample
 from metaban.worker.learning import fit_batcher as fit_batcher_module
-from metaban.worker.learning.fit_batcher import FitBatcher
+from metaban.worker.learning.fit_batcher import FitAbandoned, FitBatcher
 from metaban.worker.learning.model import SharedEpoch
 from metaban.worker.learning.trainer import FitInput, Trainer
 from tests.worker.workshop import CPU, INPUTS, NOTED, make_sample, small_default
@@ -80,7 +80,7 @@ async def test_requests_that_arrive_during_a_fit_are_fitted_together(busy: tuple
     compute, free = busy
     trainer, sizes = watched()
     epoch = epoch_of(trainer.learner)
-    fit_batcher = FitBatcher(compute)
+    fit_batcher = FitBatcher(compute, asyncio.Event())
     groups = [fit_inputs("a"), fit_inputs("b", "cc"), fit_inputs("ddd"), fit_inputs("eeee", "fffff", "g")]
     tasks = await all_waiting(*(fit_batcher.fit(trainer, epoch, group) for group in groups))
     free.set()
@@ -98,7 +98,7 @@ async def test_epochs_and_trainers_are_not_mixed(busy: tuple[Executor, Event]) -
     other, other_sizes = watched()
     old, new = epoch_of(trainer.learner, 0), epoch_of(trainer.learner, 1)
     new.tensors["prior_mean"] = torch.ones_like(new.tensors["prior_mean"])
-    fit_batcher = FitBatcher(compute)
+    fit_batcher = FitBatcher(compute, asyncio.Event())
     tasks = await all_waiting(
         fit_batcher.fit(trainer, old, fit_inputs("first")),
         fit_batcher.fit(trainer, old, fit_inputs("a", "b")),
@@ -120,7 +120,7 @@ async def test_a_batch_has_a_limit(busy: tuple[Executor, Event], monkeypatch: py
     monkeypatch.setattr(fit_batcher_module, "BATCH_USERS", 3)
     trainer, sizes = watched()
     epoch = epoch_of(trainer.learner)
-    fit_batcher = FitBatcher(compute)
+    fit_batcher = FitBatcher(compute, asyncio.Event())
     groups = [
         fit_inputs("a"),
         fit_inputs("b", "c"),
@@ -140,7 +140,7 @@ async def test_a_misfit_fails_alone(busy: tuple[Executor, Event]) -> None:
     compute, free = busy
     trainer, _ = watched()
     epoch = epoch_of(trainer.learner)
-    fit_batcher = FitBatcher(compute)
+    fit_batcher = FitBatcher(compute, asyncio.Event())
     tasks = await all_waiting(
         fit_batcher.fit(trainer, epoch, fit_inputs("a")),
         fit_batcher.fit(trainer, epoch, fit_inputs("b")),
@@ -160,7 +160,7 @@ async def test_when_the_executor_is_gone_all_requests_fail() -> None:
     epoch = epoch_of(trainer.learner)
     compute = ThreadPoolExecutor(max_workers=1)
     compute.shutdown()
-    fit_batcher = FitBatcher(compute)
+    fit_batcher = FitBatcher(compute, asyncio.Event())
     tasks = await all_waiting(*(fit_batcher.fit(trainer, epoch, fit_inputs(name)) for name in "abc"))
     assert all(isinstance(answer, RuntimeError) for answer in await answers(tasks))
 
@@ -169,10 +169,41 @@ async def test_a_cancelled_request_does_not_affect_the_others(busy: tuple[Execut
     compute, free = busy
     trainer, _ = watched()
     epoch = epoch_of(trainer.learner)
-    fit_batcher = FitBatcher(compute)
+    fit_batcher = FitBatcher(compute, asyncio.Event())
     tasks = await all_waiting(*(fit_batcher.fit(trainer, epoch, fit_inputs(name)) for name in ("a", "b", "c")))
     tasks[1].cancel()
     free.set()
     first, gone, last = await answers(tasks)
     assert isinstance(gone, asyncio.CancelledError)
     assert len(first.states) == len(last.states) == 1
+
+
+async def test_fits_that_wait_too_long_after_a_stop_are_abandoned(
+    busy: tuple[Executor, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_batcher_module, "FINISH_S", 0.0)
+    compute, free = busy
+    trainer, sizes = watched()
+    epoch = epoch_of(trainer.learner)
+    stopping = asyncio.Event()
+    fit_batcher = FitBatcher(compute, stopping)
+    begun = await all_waiting(fit_batcher.fit(trainer, epoch, fit_inputs("a", "b")))
+    waiting = await all_waiting(*(fit_batcher.fit(trainer, epoch, fit_inputs(name)) for name in "cd"))
+    stopping.set()
+    free.set()
+    [first, *others] = await answers([*begun, *waiting])
+    assert len(first.states) == 2
+    assert [type(other) for other in others] == [FitAbandoned, FitAbandoned]
+    assert sizes == [2]
+
+
+async def test_fits_that_wait_briefly_after_a_stop_are_finished(busy: tuple[Executor, Event]) -> None:
+    compute, free = busy
+    trainer, _ = watched()
+    epoch = epoch_of(trainer.learner)
+    stopping = asyncio.Event()
+    fit_batcher = FitBatcher(compute, stopping)
+    tasks = await all_waiting(*(fit_batcher.fit(trainer, epoch, fit_inputs(name)) for name in "abc"))
+    stopping.set()
+    free.set()
+    assert [len(answer.states) for answer in await answers(tasks)] == [1, 1, 1]
