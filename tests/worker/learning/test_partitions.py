@@ -110,6 +110,11 @@ async def test_workers_that_come_and_go_share_evenly(open_workshop: OpenWorkshop
     assert (await shop.users.counters())["applied"] == 200
 
 
+async def none_called(shop: Workshop, name: str) -> bool:
+    """Whether no partition has a stream consumer of this name."""
+    return all([name not in await shop.consumers(partition) for partition in range(PARTITIONS)])
+
+
 async def test_partitions_and_pending_events_of_a_dead_worker_are_taken_over(open_workshop: OpenWorkshop) -> None:
     shop = await open_workshop(partitions=PARTITIONS)
     dead = PartitionLeases(shop.redis, shop.keys, "dead", ttl_ms=LEASE_MS)
@@ -123,8 +128,8 @@ async def test_partitions_and_pending_events_of_a_dead_worker_are_taken_over(ope
         await soon(lambda: shared_by(shop, "a"))
     assert sum((await shop.versions()).values()) == 40
     async with at_work(shop, "b"):  # deletes the dead worker's stream consumers, which have nothing pending
+        await soon(lambda: none_called(shop, "dead"))
         await soon(lambda: shared_by(shop, "b"))
-        assert [name for p in range(PARTITIONS) for name in await shop.consumers(p) if name == "dead"] == []
 
 
 async def test_an_outage_is_waited_out(open_workshop: OpenWorkshop, redis: Redis) -> None:
