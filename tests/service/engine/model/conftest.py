@@ -32,4 +32,3 @@ def fast_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses and reads of replicas."""
     monkeypatch.setattr("metaban.service.engine.model.replica.UNAVAILABLE_PAUSE_S", 0.02)
     monkeypatch.setattr("metaban.service.engine.model.replica.TAIL_BLOCK_MS", 100)
-    monkeypatch.setattr("tests.worker.workshop.SOON_S", 5.0)
