@@ -120,7 +120,7 @@ def restore(
     rename: Annotated[
         str, typer.Option("--as", metavar="NAMESPACE", help="Restore into this namespace, also from another one.")
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation; needed without a terminal.")] = False,
 ) -> None:
     """Restore all users and the shared state from a snapshot, while the service runs.
 
@@ -132,7 +132,9 @@ def restore(
 
         path = _folder(settings).find(which)
         namespace = rename or settings.namespace
-        if not yes and sys.stdin.isatty():
+        if not yes:
+            if not sys.stdin.isatty():
+                fail("a restore loses what was learned since: confirm it with --yes")
             typer.confirm(f"Restore namespace {namespace} to {path.stem} and lose what it learned since?", abort=True)
 
         async def restore_from(redis: Store, report: ReportProgress) -> None:

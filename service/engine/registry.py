@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping
 from contextvars import Context
+from dataclasses import replace
 from typing import Any, Final, final
 
 import structlog
@@ -88,9 +89,8 @@ class EngineRegistry:
                 raise Unavailable(reason)
             if engine is not None and name == self._settings.namespace:
                 return await self._replace(engine)
-            if engine is not None:
-                # Deleted by this process or another, and perhaps created again.
-                await self._close(name)
+            if engine is not None and not await self._close_deleted(engine):
+                return engine
             return await self._open(name)
 
     async def record(self, name: str) -> NamespaceRecord:
@@ -175,10 +175,15 @@ class EngineRegistry:
         log.info("namespace_deleted", namespace=name)
 
     async def readiness(self) -> dict[str, CheckResult]:
-        """The checks of the default namespace, and the failed checks of others."""
+        """The checks of the default namespace, and the failed checks of others.
+
+        An outage of the store is vital if it is so for the default namespace or, while that was never used, for all
+        that were.
+        """
         names = list(self._engines)
         found = await asyncio.gather(*(self._engines[name].readiness() for name in names), return_exceptions=True)
         checks: dict[str, CheckResult] = {}
+        serving: list[CheckResult] = []
         for name, theirs in zip(names, found, strict=True):
             if isinstance(theirs, BaseException):
                 log.error("readiness_check_failed", namespace=name, exc_info=theirs)
@@ -186,10 +191,14 @@ class EngineRegistry:
             if name == self._settings.namespace:
                 checks.update(theirs)
                 continue
+            if "store" in theirs and self._engines[name].serving is not None:
+                serving.append(theirs["store"])
             for part, check in theirs.items():
                 # The store is reported once, and another namespace's failure does not make this one unready.
                 if not check.ok and part != "store":
                     checks[f"{part} of {name}"] = CheckResult(False, check.detail, vital=False)
+        if "store" in checks and serving and self.default.serving is None:
+            checks["store"] = replace(checks["store"], vital=all(check.vital for check in serving))
         return checks
 
     async def refresh_gauges(self) -> None:
@@ -267,18 +276,27 @@ class EngineRegistry:
             await asyncio.sleep(SWEEP_S)
             for name in [name for name, engine in self._engines.items() if self._is_over(engine)]:
                 try:
-                    await (self.engine(name) if name == self._settings.namespace else self._close_deleted(name))
+                    if name == self._settings.namespace:
+                        await self.engine(name)
+                    else:
+                        async with self._opening:
+                            engine = self._engines.get(name)
+                            if engine is not None and self._is_over(engine):
+                                await self._close_deleted(engine)
                 except Exception as error:
                     # Any error: the next check tries again.
                     log.error("namespace_close_failed", namespace=name, exc_info=error)
 
-    async def _close_deleted(self, name: str) -> None:
-        async with self._opening:
-            engine = self._engines.get(name)
-            record = await self._namespaces.load(name)
-            if engine is None or not engine.lost or record is None:
-                return  # the store was emptied; a snapshot may be restored
-            await self._close(name)
+    async def _close_deleted(self, engine: Engine) -> bool:
+        """Close an engine whose namespace was deleted, and perhaps created again; the caller holds the lock.
+
+        False, with the engine still open, if the store was emptied: until an operator restores a snapshot, it answers
+        as in an outage.
+        """
+        if await self._namespaces.load(engine.namespace) is None:
+            return False
+        await self._close(engine.namespace)
+        return True
 
 
 def _already_exists() -> NamespaceExists:

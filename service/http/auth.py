@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
 from fastapi import Depends, Query, Request, Security
+from fastapi.dependencies.models import Dependant
 from fastapi.security import APIKeyHeader
 
-from metaban.service.errors import Forbidden, Unauthorized
+from metaban.service.errors import Forbidden, InvalidInput, Unauthorized
 from metaban.service.http.app_state import state_of
 from metaban.store.keys import NAMESPACE_PATTERN
 
@@ -106,6 +107,21 @@ async def authenticate(request: Request, key: Annotated[str | None, Security(_he
     return grant
 
 
+def check_parameters(request: Request) -> None:
+    """Refuse unknown query parameters: with a misspelt `namespace`, a request would be for another one."""
+    known = sorted(_query_parameters(request.scope["route"].dependant))
+    for name in request.query_params:
+        if name not in known:
+            parameters = f"the parameters are {', '.join(known)}" if known else "there are none"
+            raise InvalidInput((name,), f"is not a parameter here; {parameters}")
+
+
+def _query_parameters(dependant: Dependant) -> set[str]:
+    """Names of the query parameters of a route and its dependencies."""
+    names = {field.alias for field in dependant.query_params}
+    return names.union(*map(_query_parameters, dependant.dependencies))
+
+
 Granted = Annotated[Grant, Depends(authenticate)]
 
 NamespaceName = Annotated[
@@ -126,6 +142,8 @@ async def require_client(request: Request, grant: Granted, namespace: NamespaceN
     # Checked before the namespace is looked up: a key must not reveal which other namespaces exist.
     if grant is not EVERYTHING and not grant.covers(name, admin=False):
         raise Forbidden("The key is not for this namespace: name its own with ?namespace=.")
+    if request.scope["query_string"]:
+        check_parameters(request)
     engine = await app_state.recommenders.engine(name)
     request.state.engine, request.state.namespace = engine, name  # for the log line and the audit line
     return engine
@@ -139,16 +157,18 @@ async def require_admin(request: Request, grant: Granted, namespace: NamespaceNa
     return await require_client(request, grant, namespace)
 
 
-async def require_observer(grant: Granted) -> None:
+async def require_observer(request: Request, grant: Granted) -> None:
     """Refuse a key for one namespace on routes about all namespaces."""
     if not grant.covers(None, admin=False):
         raise Forbidden("This shows all namespaces, and the key is for one.")
+    check_parameters(request)
 
 
-async def require_operator(grant: Granted) -> None:
+async def require_operator(request: Request, grant: Granted) -> None:
     """Refuse every key but an admin's for all namespaces."""
     if not grant.covers(None, admin=True):
         raise Forbidden("This needs an admin's key for all namespaces: a digest alone in METABAN_ADMIN_KEYS.")
+    check_parameters(request)
 
 
 #: The engine of the request's namespace: for routes of clients, and for routes of admins.

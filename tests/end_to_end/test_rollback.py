@@ -104,11 +104,11 @@ def test_bad_rewards_are_rolled_back_under_traffic(tmp_path: Path) -> None:
         assert applied_events(service) == 108
 
         # A killed restore reports it, and another restore repairs it.
-        metaban(data, "restore", "good", code=-9, METABAN_FAILPOINTS="restore-after-chunk=2")
+        metaban(data, "restore", "good", "--yes", code=-9, METABAN_FAILPOINTS="restore-after-chunk=2")
         assert eventually(lambda: client.get("/health/ready").status_code == 503)
         told = client.get("/health/ready").json()["checks"]["restore"]["detail"]
         assert f"metaban snapshot restore {snapshot}" in told
-        metaban(data, "restore", snapshot)
+        metaban(data, "restore", snapshot, "--yes")
         assert eventually(lambda: client.get("/health/ready").status_code == 200)
         assert eventually(lambda: close(thought, scores_for_all_users(client, SyntheticGroups(seed=1))))
         assert "cannot follow" not in service.log()
@@ -118,7 +118,7 @@ def test_bad_rewards_are_rolled_back_under_traffic(tmp_path: Path) -> None:
     metaban(data, "export", "good", str(tmp_path / "kept.tar"))
     shutil.rmtree(data)
     assert metaban(data, "import", str(tmp_path / "kept.tar")) == snapshot
-    assert "restored" in metaban(data, "restore", "latest")
+    assert "restored" in metaban(data, "restore", "latest", "--yes")
     with service, httpx.Client(base_url=service.url, timeout=60) as client:
         assert close(thought, scores_for_all_users(client, SyntheticGroups(seed=1)))
         play_over_http(client, world, 3_000, 3_010)
@@ -153,7 +153,7 @@ def test_impossible_commands_explain_why(tmp_path: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "20260301T060000Z-ab12cd.tar").write_bytes(bytes(4_096))
     assert "20260301T060000Z-ab12cd" in error_output(data, "list")
-    assert "cannot be used" in error_output(data, "restore", "20260301T060000Z-ab12cd")
+    assert "cannot be used" in error_output(data, "restore", "20260301T060000Z-ab12cd", "--yes")
     assert "cannot be used" in error_output(data, "export", "20260301T060000Z-ab12cd", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     assert "no namespace default" in error_output(data, "create")

@@ -95,6 +95,11 @@ def test_names_and_latest_are_of_the_namespace(tmp_path: Path, add: Add) -> None
     assert "no snapshot theirs of namespace shop" in run(tmp_path, "restore", "theirs", "--yes", code=1)
 
 
+def test_without_a_terminal_a_restore_needs_a_yes(tmp_path: Path, add: Add) -> None:
+    add(1_000, "shop", "newer")
+    assert "confirm it with --yes" in run(tmp_path, "restore", "newer", code=1)
+
+
 async def test_latest_is_restored_though_another_namespace_has_a_later_one(
     open_workshop: OpenWorkshop,
     valkey_url: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from redis.asyncio import Redis
 from metaban.service.http.auth import FreshKey
 from tests.service.apps import ARMS, running_app
 from tests.service.engines import worker_running
+from tests.valkeys import Valkey, running
 from tests.worker.workshop import soon
 
 pytestmark = pytest.mark.usefixtures("short_tails")
@@ -189,3 +191,62 @@ async def test_snapshots_of_another_namespace_are_neither_seen_nor_restored(
         assert (await http.get("/admin/snapshots?namespace=shop")).json()["snapshots"] == []
         assert (await http.post(f"/admin/snapshots/{snapshot['id']}/restore?namespace=shop")).status_code == 404
         assert (await http.get(f"/admin/jobs/{job['id']}?namespace=shop")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "parameter"),
+    [("/recommend?namespac=shop", "namespac"), ("/feedback?wait=applied&wiat=applied", "wiat")],
+)
+async def test_unknown_parameters_are_refused(http: httpx.AsyncClient, path: str, parameter: str) -> None:
+    answer = await http.post(path, json=ASK)
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, parameter)
+    assert "the parameters are" in answer.json()["detail"]
+    assert "namespace" in answer.json()["detail"]
+
+
+async def test_emptied_store_is_no_deletion(redis: Redis, valkey_url: str) -> None:
+    """A namespace answers as in an outage, until it is created or restored."""
+    async with running_app(valkey_url) as (app, http):
+        await http.post("/admin/namespaces", json={"name": "shop"})
+        first = await http.post("/recommend?namespace=shop", json=ASK)
+        await redis.flushall()
+        engine = app.state.metaban.recommenders.engines["shop"]
+
+        async def noticed() -> bool:
+            return bool(engine.lost)
+
+        await soon(noticed)
+        for _ in range(3):
+            answer = await http.post("/recommend?namespace=shop", json=ASK)
+            assert (answer.status_code, answer.json()["logged"]) == (200, False)
+        reward = {"decision_id": first.json()["decision_id"], "reward": 1}
+        assert (await http.post("/feedback?namespace=shop", json=reward)).status_code == 503
+        assert (await http.get("/health/ready")).status_code == 503
+        assert (await http.post("/admin/namespaces", json={"name": "shop"})).status_code == 201
+        again = await http.post("/recommend?namespace=shop", json=ASK)
+        assert (again.status_code, again.json()["logged"]) == (200, True)
+
+
+async def test_outage_is_not_vital_while_a_used_namespace_answers(tmp_path: Path) -> None:
+    """Though the default namespace was never used."""
+    server = Valkey(tmp_path)
+    with running(server):
+        async with running_app(server.url) as (_, http):
+            await http.post("/admin/namespaces", json={"name": "shop"})
+            server.pause()
+            assert (await http.get("/health/ready")).status_code == 503  # no namespace can answer
+            server.resume()
+
+            async def ready() -> bool:
+                return (await http.get("/health/ready")).json()["status"] == "ready"
+
+            await soon(ready)
+            await http.post("/recommend?namespace=shop", json=ASK)
+            server.pause()
+            try:
+                answer = await http.get("/health/ready")
+                assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+                served = await http.post("/recommend?namespace=shop", json=ASK)
+                assert (served.status_code, served.json()["logged"]) == (200, False)
+            finally:
+                server.resume()
