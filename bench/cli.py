@@ -100,7 +100,7 @@ def _require_extra() -> None:
     """Exit before any benchmark starts if the extra is not installed."""
     if any(find_spec(name) is None for name in EXTRA_MODULES):
         Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
-            "metaban bench needs packages that are not installed: pip install 'metaban[bench]'"
+            "metaban bench needs packages that are not installed: pip install '.[bench]' in a clone of metaban"
         )
         raise typer.Exit(2)
 

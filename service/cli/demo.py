@@ -49,7 +49,7 @@ def run_demo(
     if plot is not None and plot.suffix.lower() != ".png":
         fail("--plot writes a PNG: the file name must end with .png", status=WRONG_USE)
     if plot is not None and find_spec("matplotlib") is None:
-        fail("--plot needs matplotlib: pip install 'metaban[bench]'", status=WRONG_USE)
+        fail("--plot needs matplotlib: pip install '.[bench]' in a clone of metaban", status=WRONG_USE)
     world, story = DemoWorld(users=users, rounds=rounds, seed=seed), Story()
     try:
         with ExitStack() as stack:

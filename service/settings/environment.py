@@ -387,7 +387,7 @@ class Settings(BaseSettings):
         pattern=r"^https?://[^\s/?#]+[^\s?#]*$",
         repr=False,
         description="OpenTelemetry collector that receives traces over HTTP, such as http://localhost:4318. Unset: no "
-        "traces. Needs metaban[otel].",
+        "traces. Needs the extra otel.",
     )
     log_format: Literal["json", "console"] = Field(
         default="console", description="json: one JSON object per line; console: lines for people."
@@ -440,7 +440,8 @@ def load_settings(**overrides: Any) -> Settings:
         )
     if settings.otlp_endpoint is not None and not can_trace():
         raise SettingsError(
-            "METABAN_OTLP_ENDPOINT: traces need packages that are not installed: pip install 'metaban[otel]'"
+            "METABAN_OTLP_ENDPOINT: traces need packages that are not installed: pip install '.[otel]' in a clone of "
+            "metaban"
         )
     return settings
 

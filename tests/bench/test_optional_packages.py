@@ -20,7 +20,10 @@ def test_bench_without_the_extra_prints_how_to_install_it(missing: str, monkeypa
     monkeypatch.setitem(sys.modules, missing, None)
     result = metaban("bench", "regret", "--quick")
     assert result.exit_code == 2
-    assert result.output == "metaban bench needs packages that are not installed: pip install 'metaban[bench]'\n"
+    assert (
+        result.output
+        == "metaban bench needs packages that are not installed: pip install '.[bench]' in a clone of metaban\n"
+    )
 
 
 def test_bench_is_listed_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +38,7 @@ def test_demo_plot_without_the_extra_is_refused_before_the_show(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = metaban("demo", "--plot", "demo.png")
     assert result.exit_code == 2
-    assert "pip install 'metaban[bench]'" in result.output
+    assert "pip install '.[bench]'" in result.output
 
 
 def test_an_unknown_command_is_refused() -> None:

@@ -221,6 +221,6 @@ except SettingsError as error:
 """
     done = run(code, METABAN_OTLP_ENDPOINT="http://user:password@127.0.0.1:4318")
     assert done.stdout.startswith("METABAN_OTLP_ENDPOINT: "), done.stderr
-    assert "pip install 'metaban[otel]'" in done.stdout
+    assert "pip install '.[otel]'" in done.stdout
     assert "password" not in done.stdout
     assert run(code).stdout == ""
