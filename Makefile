@@ -121,5 +121,5 @@ fuzz: $(VENV)/.development ## send valid and invalid requests (FUZZ_EXAMPLES=200
 	$(BIN)/python -m tests.fuzz --examples $(FUZZ_EXAMPLES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) $(FUZZ_ARGS)
 
 clean: ## remove .venv and caches; keeps ./data
-	rm -rf $(VENV) build src/*.egg-info client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build client/build src/*.egg-info client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
