@@ -194,7 +194,8 @@ def test_catalogue(metaban: Metaban, service: Deployment, tmp_path: Path) -> Non
         job = arms.import_lines((f"arm-{number}", [1.0, float(number)]) for number in range(30))
         assert cafe.admin.wait_for_job(job.id).kind == "arms-import"
         assert len(list(arms.iterate(limit=7))) == 31
-        assert len(arms.list(limit=7).items) == 7
+        page = arms.list(limit=7)
+        assert (len(page.items), page.count) == (7, 31)
         exported = tmp_path / "arms.ndjson"
         exported.write_text(
             "".join(f'{{"id": "{arm.id}", "features": {list(arm.features)}}}\n' for arm in arms.export())

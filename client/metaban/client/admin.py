@@ -73,7 +73,9 @@ def as_page(answer: type[T], name: str) -> Callable[[httpx.Response], Page[T]]:
     def read_page(response: httpx.Response) -> Page[T]:
         document = parse(response.content)
         items: tuple[T, ...] = read(tuple[answer, ...], member(document, name), name)  # type: ignore[valid-type]
-        return Page(items, read(str | None, member(document, "cursor"), "cursor"))  # type: ignore[arg-type]
+        cursor: str | None = read(str | None, member(document, "cursor"), "cursor")  # type: ignore[arg-type]
+        count: int | None = read(int | None, document.get("count"), "count")  # type: ignore[arg-type]
+        return Page(items, cursor, count)
 
     return read_page
 

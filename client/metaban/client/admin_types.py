@@ -12,10 +12,14 @@ Element = TypeVar("Element")
 @final
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Element]):
-    """One page of a list. `cursor` requests the next page; it is None on the last."""
+    """One page of a list. `cursor` requests the next page; it is None on the last.
+
+    `count` is the length of the whole list; None where the service does not send it (only the catalogue has one).
+    """
 
     items: tuple[Element, ...]
     cursor: str | None
+    count: int | None = None
 
 
 @final
