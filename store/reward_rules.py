@@ -72,7 +72,7 @@ class RewardRules:
 
     def __post_init__(self) -> None:
         if self.repeated not in get_args(Repeated):
-            raise ValueError(f"repeated must be one of {', '.join(get_args(Repeated))}")
+            raise ValueError(f"repeated_rewards must be one of {', '.join(get_args(Repeated))}")
         given = [each for each in (self.default_reward, self.wait_s) if each is not None]
         windows = [self.window_s, self.dedupe_window_s]
         if not all(map(_is_number, [self.reward_min, self.reward_max, *given, *windows])):
@@ -84,7 +84,7 @@ class RewardRules:
             if not self.reward_min <= self.default_reward <= self.reward_max:
                 raise ValueError(f"the default reward must lie between {self.reward_min:g} and {self.reward_max:g}")
             if self.wait_s is None:
-                raise ValueError("default_reward needs wait_s, the time to wait for other rewards")
+                raise ValueError("default_reward needs reward_wait_s, the time to wait for other rewards")
         if self.wait_s is not None and not 0 < self.wait_s <= WAIT_MAX_S:
             raise ValueError(f"the wait for a reward must be above 0 and at most {WAIT_MAX_S:g} s")
         if not all(0 < window_s <= WAIT_MAX_S for window_s in windows):

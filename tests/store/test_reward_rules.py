@@ -42,6 +42,11 @@ def test_invalid_rules_are_refused(wrong: dict[str, Any]) -> None:
         RewardRules.from_json(wrong)
 
 
+def test_a_refusal_has_the_name_of_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"default_reward needs reward_wait_s"):
+        RewardRules(default_reward=0.5)
+
+
 def test_json_round_trip() -> None:
     rules = RewardRules("first", -1, 5, 0, 60)
     assert RewardRules.from_json(rules.to_json()) == rules
