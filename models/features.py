@@ -33,6 +33,11 @@ NAMES_SHOWN: Final = 5
 #: Message for numbers that are finite on their own but overflow when added or multiplied.
 TOO_LARGE: Final = "makes inputs too large for the learner: scale the numbers down"
 
+#: What to do about features of another form than those of the first request.
+FORM_IS_FIXED: Final = (
+    "To use another form, create another namespace, or delete this one with DELETE /admin/namespaces/{name}."
+)
+
 #: Path of a profile in a request.
 PROFILE_FIELD: Final = ("user_features",)
 
@@ -127,7 +132,9 @@ def join_context(layout: FeatureLayout, vectors: Vectors, context: Features | No
                 crossed = vectors[:, :, None] * row  # [k, arm, context]
                 inputs[:, described : described + crossed[0].size] = crossed.reshape(len(vectors), -1)
     elif context is not None:
-        raise FeatureError(("context",), "this namespace takes no context: its first request had none")
+        raise FeatureError(
+            ("context",), f"this namespace takes no context: its first request had none. {FORM_IS_FIXED}"
+        )
     finite = np.isfinite(inputs)
     if not finite.all():
         raise FeatureError(("arms", int(finite.all(axis=1).argmin()), "features"), TOO_LARGE)
@@ -211,10 +218,11 @@ def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
     for index, arm in enumerate(arms):
         if isinstance(arm, Mapping) != layout.arm_named:
             wanted = "an object of named values" if layout.arm_named else f"a list of {layout.arm} numbers"
-            raise FeatureError(("arms", index, "features"), f"this namespace takes {wanted}")
+            raise FeatureError(("arms", index, "features"), f"this namespace takes {wanted}. {FORM_IS_FIXED}")
         if not layout.arm_named and len(arm) != layout.arm:
             raise FeatureError(
-                ("arms", index, "features"), f"this namespace takes {layout.arm} numbers, not {len(arm)}"
+                ("arms", index, "features"),
+                f"this namespace takes {layout.arm} numbers, not {len(arm)}. {FORM_IS_FIXED}",
             )
     return np.stack([_hashed(arm, layout.arm) for arm in arms if isinstance(arm, Mapping)])
 
@@ -222,13 +230,15 @@ def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:
 def _context_vector(layout: FeatureLayout, context: Features | None) -> Vectors:
     wanted = "an object of named values" if layout.context_named else f"a list of {layout.context} numbers"
     if context is None:
-        raise FeatureError(("context",), f"this namespace needs a context: {wanted}")
+        raise FeatureError(("context",), f"this namespace needs a context: {wanted}. {FORM_IS_FIXED}")
     if isinstance(context, Mapping) != layout.context_named:
-        raise FeatureError(("context",), f"this namespace takes {wanted}")
+        raise FeatureError(("context",), f"this namespace takes {wanted}. {FORM_IS_FIXED}")
     if isinstance(context, Mapping):
         return _hashed(context, layout.context)
     if len(context) != layout.context:
-        raise FeatureError(("context",), f"this namespace takes {layout.context} numbers, not {len(context)}")
+        raise FeatureError(
+            ("context",), f"this namespace takes {layout.context} numbers, not {len(context)}. {FORM_IS_FIXED}"
+        )
     return np.asarray(context, dtype=np.float32)
 
 

@@ -76,7 +76,12 @@ class Feedback:
         events: dict[int, RewardEvent] = {}
         rejected: dict[int, RejectedReward] = {}
         for index, command in enumerate(commands):
-            outcome = reward_event(command, decisions.get(command.decision_id), index, allowed, window_ms)
+            decision = decisions.get(command.decision_id)
+            if decision is None:
+                detail = f"no such decision in namespace {self._metrics.namespace}, or it is not kept any more"
+                rejected[index] = RejectedReward(index, "unknown-decision", detail)
+                continue
+            outcome = reward_event(command, decision, index, allowed, window_ms)
             if isinstance(outcome, RejectedReward):
                 rejected[index] = outcome
             else:
@@ -167,11 +172,9 @@ class Feedback:
 
 
 def reward_event(
-    command: RewardCommand, decision: DecisionRecord | None, index: int, allowed: RewardRange, window_ms: int
+    command: RewardCommand, decision: DecisionRecord, index: int, allowed: RewardRange, window_ms: int
 ) -> RewardEvent | RejectedReward:
     """The event of a reward, or why it is not learned; a decision takes rewards for `window_ms`."""
-    if decision is None:
-        return RejectedReward(index, "unknown-decision", "no such decision, or it is not kept any more")
     arm_id, place = command.arm_id, None
     if arm_id is None:
         if len(decision.items) > 1:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metaban.models.features import (
+    FORM_IS_FIXED,
     NAMES_SHOWN,
     PROFILE_HASH_DIMENSION,
     PROFILE_MAX,
@@ -167,6 +168,7 @@ class TestRefusals:
         with pytest.raises(FeatureError, match=told) as refused:
             assemble(layout, arms, context)
         assert refused.value.field == field
+        assert refused.value.message.endswith(FORM_IS_FIXED), "it says what to do"
 
     @pytest.mark.parametrize(
         ("arms", "context", "field"),

@@ -24,6 +24,12 @@ class GroupAdmin:
         self._users = users
         self._host = host
 
+    @property
+    def needs_context(self) -> bool:
+        """Whether requests of this namespace have a context."""
+        serving = self._host.serving
+        return serving is not None and serving.layout.context > 0
+
     async def inspect(self, query: GroupQuery) -> GroupView:
         """The group of a user on one arm. A user without rewards is scored from the prior or their warm start."""
         serving = self._host.serving

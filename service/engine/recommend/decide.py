@@ -93,7 +93,9 @@ class Decider:
             )
         )
         if decision is None:
-            raise UnknownDecision("no such decision, or its reward window is over")
+            raise UnknownDecision(
+                f"no such decision in namespace {self._live.record.name}, or its reward window is over"
+            )
         return decision
 
     async def _replay(self, command: RecommendCommand, decision: DecisionRecord, store: StoreAccess) -> Recommendation:

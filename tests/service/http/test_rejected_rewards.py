@@ -130,6 +130,8 @@ class TestRejected:
         answer = await send(world, rejected.reward)
         if rejected.slug:
             check_problem(answer, rejected.status, rejected.slug, rejected.blames, "reward-1")
+            if rejected.code == "unknown-decision":
+                assert "in namespace default" in answer.json()["detail"]
         else:
             assert answer.status_code == rejected.status
             self.check_listed(answer, rejected, accepted=0, index=0)

@@ -356,3 +356,13 @@ class TestGroups:
                 for params in ({"user_id": "u", "arm_id": "a"}, {"user_id": "u"}, {"user_id": "u", "arm_id": "a" * 300})
             ]
             assert [each.status_code for each in answers] == [404, 422, 422]
+
+    async def test_get_names_the_call_that_takes_a_context(self, redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+        async with served(valkey_url, tmp_path) as client:
+            await client.post("/recommend", json={"user_id": "u", "arms": ARMS, "context": [1]})
+            await client.post("/admin/arms", json=ARMS[0])
+            refused = await client.get("/admin/groups", params={"user_id": "u", "arm_id": ARMS[0]["id"]})
+            assert refused.status_code == 422
+            (error,) = refused.json()["errors"]
+            assert error["field"] == "context"
+            assert "POST /admin/groups" in error["detail"]
