@@ -255,7 +255,7 @@ def _arms_of(request: RecommendRequest, exclude: frozenset[str]) -> tuple[ArmInp
         available += arm.id not in exclude
         arms.append(ArmInput(arm.id, arm.features))
     if request.k > available:
-        raise InvalidInput(("k",), f"is {request.k}, and there are {available} arms to choose from")
+        raise InvalidInput(("k",), f"is more than the number of arms to choose from, {available}")
     if request.arm_ids is not None:
         raise InvalidInput(("arm_ids",), "names arms of the catalogue: send either this or `arms`")
     return tuple(arms)

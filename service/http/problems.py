@@ -37,9 +37,29 @@ MAX_ERRORS: Final = 20
 #: An emptied or replaced store needs an operator, or a restart of this process.
 RESET_RETRY_AFTER_S: Final = 10.0
 
-#: pydantic's messages for these errors name Python classes; this text replaces them.
-OBJECT_ERRORS: Final = frozenset({"model_type", "model_attributes_type", "dict_type"})
-NO_OBJECT: Final = "Input should be an object"
+#: pydantic's kinds of errors in our words; the names in braces are of the error's context.
+TEXTS: Final = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a field here",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object"),
+    "list_type": "must be a list",
+    "too_short": "must have {min_length} or more elements",
+    "too_long": "must have {max_length} elements or fewer",
+    "string_type": "must be a string",
+    "string_too_short": "must have {min_length} or more characters",
+    "string_too_long": "must have {max_length} characters or fewer",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
+    "int_parsing_size": "has too many digits",
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "finite_number": "must be a finite number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+}
 
 #: pydantic adds this to the path when the name of a member is invalid, not its value.
 NAME_MARK: Final = "[key]"
@@ -155,7 +175,7 @@ def problem_within(error: Exception, namespace: str) -> tuple[int, dict[str, Any
 
 def invalid_input(error: ValidationError) -> InvalidInput:
     """A pydantic error as InvalidInput, without the input."""
-    return InvalidInput.of(field_errors(error.errors(include_url=False, include_context=False, include_input=False)))
+    return InvalidInput.of(field_errors(error.errors(include_url=False, include_input=False)))
 
 
 def unusable_settings(reason: str, members: Iterable[str]) -> InvalidInput:
@@ -169,14 +189,21 @@ def unusable_settings(reason: str, members: Iterable[str]) -> InvalidInput:
 
 def field_errors(errors: Iterable[Any]) -> list[FieldError]:
     """pydantic's list of errors as fields and messages."""
-    return [_field_error(error["type"], error["loc"], error["msg"]) for error in errors]
+    return [_field_error(error["type"], error["loc"], _detail(error)) for error in errors]
 
 
-def _field_error(kind: str, path: Sequence[str | int], message: str) -> FieldError:
-    detail = NO_OBJECT if kind in OBJECT_ERRORS else message.removeprefix("Value error, ")
+def _detail(error: Any) -> str:
+    if (text := TEXTS.get(error["type"])) is None:
+        return cast(str, error["msg"]).removeprefix("Value error, ")
+    context = error.get("ctx", {}).items()
+    # Limits may be floats: 31536000, not 31536000.0 or 3.1536e+07.
+    return text.format(**{name: f"{value:.12g}" if isinstance(value, float) else value for name, value in context})
+
+
+def _field_error(kind: str, path: Sequence[str | int], detail: str) -> FieldError:
     # A string value's path ends in its union tag, so this path is about the name of a member.
     if kind in NAME_ERRORS and path[-1] == NAME_MARK:
-        path, detail = path[:-1], detail.replace("String", "Its name", 1)
+        path, detail = path[:-1], f"its name {detail}"
     return FieldError(format_field([part for part in path if part not in UNION_TAGS]), detail)
 
 

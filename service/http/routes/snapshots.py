@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, final
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from metaban.service.errors import Forbidden, InvalidInput, JobRunning, NotFound, Unauthorized, Unavailable
 from metaban.service.http.audit import AuditedRoute
@@ -63,7 +64,17 @@ class SnapshotListOut(BaseModel):
     snapshots: list[SnapshotOut]
 
 
-SnapshotId = Annotated[str, Path(pattern=f"^{ID_PATTERN.pattern}$", examples=["20260301T060000Z-ab12cd"])]
+def _checked_id(text: str) -> str:
+    if not ID_PATTERN.fullmatch(text):
+        raise PydanticCustomError("snapshot_id", "must be the id of a snapshot: GET /admin/snapshots lists them")
+    return text
+
+
+SnapshotId = Annotated[
+    str,
+    Path(json_schema_extra={"pattern": f"^{ID_PATTERN.pattern}$"}, examples=["20260301T060000Z-ab12cd"]),
+    AfterValidator(_checked_id),
+]
 
 
 @router.post(

@@ -205,13 +205,31 @@ async def test_invalid_bytes_are_refused(
 @pytest.mark.parametrize(
     ("body", "field", "detail"),
     [
-        (ask(arms=["a"]), "arms[0]", "Input should be an object"),
-        (arms({"": 1}), 'arms[0].features[""]', "Its name should have at least 1 character"),
-        (arms({"[key]": LONG}), "arms[0].features.[key]", "String should have at most 256 characters"),
-        (ask(context={LONG: 1}), f"context.{LONG}"[:199] + "…", "Its name should have at most 256 characters"),
+        (ask(arms=["a"]), "arms[0]", "must be an object"),
+        ({"user_id": "u", "arms": []}, "arms", "must have 1 or more elements"),
+        ({"arms": [{"id": "a", "features": [1]}]}, "user_id", "is missing"),
+        (ask(k=True), "k", "must be an integer"),
+        (ask(k=101), "k", "must be at most 100"),
+        (ask(k=9), "k", "is more than the number of arms to choose from, 2"),
+        (arms([1e31]), "arms[0].features[0]", "must be at most 1e+30"),
+        (arms({"": 1}), 'arms[0].features[""]', "its name must have 1 or more characters"),
+        (arms({"[key]": LONG}), "arms[0].features.[key]", "must have 256 characters or fewer"),
+        (ask(context={LONG: 1}), f"context.{LONG}"[:199] + "…", "its name must have 256 characters or fewer"),
         ({"": 1}, '[""]', f"is not a field here; the fields are {', '.join(sorted(RecommendRequest.model_fields))}"),
     ],
-    ids=["no object", "an empty name", "a name of pydantic's", "a long name", "an empty member"],
+    ids=[
+        "no object",
+        "no arms",
+        "no user",
+        "a boolean",
+        "a large k",
+        "too few arms",
+        "a large number",
+        "an empty name",
+        "a name of pydantic's",
+        "a long name",
+        "an empty member",
+    ],
 )
 async def test_errors_use_words_of_json(api: Any, scripted: ScriptedEngine, body: Any, field: str, detail: str) -> None:
     document = await refuse(api, scripted, "/recommend", json.dumps(body).encode(), 422, None)

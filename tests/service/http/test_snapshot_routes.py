@@ -99,6 +99,8 @@ async def test_unknown_snapshots_and_jobs(redis: Redis, valkey_url: str, tmp_pat
             "/admin/snapshots?name=a%20b",
         ):
             assert (await client.post(path)).status_code in {404, 422}
+        named = (await client.post("/admin/snapshots/before-release/restore")).json()
+        assert named["detail"] == "snapshot_id: must be the id of a snapshot: GET /admin/snapshots lists them"
         for name in ("latest", SNAPSHOT):
             refused = await client.post("/admin/snapshots", params={"name": name})
             assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "name")
