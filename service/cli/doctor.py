@@ -22,6 +22,7 @@ from metaban.service.settings.environment import WAITAOF_ADVICE, Settings
 from metaban.service.settings.variables import unknown_variables
 from metaban.store.client.connection import ServerInfo, as_int, check_server, command, connect, waitaof_refusal
 from metaban.store.errors import StoreError
+from metaban.store.valkey.locate import answering_socket, owner_of
 from metaban.store.valkey.process import binary
 
 Level: TypeAlias = Literal["ok", "warn", "fail"]
@@ -119,7 +120,8 @@ def _device(settings: Settings) -> DoctorCheck:
 
 def _store(settings: Settings) -> list[DoctorCheck]:
     if settings.redis_url is None:
-        return [_embedded(), _clock(None)]
+        running = _running_valkey(settings)
+        return [_embedded() if running is None else running, _clock(None)]
     try:
         info, store_time_s, refusal = asyncio.run(_ask_store(settings.redis_url))
     except StoreError as error:
@@ -162,6 +164,18 @@ async def _ask_store(url: str) -> tuple[ServerInfo, float, str]:
     finally:
         await redis.aclose()
     return info, as_int(seconds) + as_int(micros) / 1e6, refusal
+
+
+def _running_valkey(settings: Settings) -> DoctorCheck | None:
+    """The private Valkey of a service that runs in the data directory; None if none runs there."""
+    if not (owner := owner_of(settings.data_dir)):
+        return None
+    whose = f"private Valkey of the running service with pid {owner}"
+    if answering_socket(settings.data_dir) is None:
+        log_file = settings.data_dir.resolve() / "valkey.log"
+        advice = f"It may be starting: check again. Otherwise see {log_file} and restart the service."
+        return DoctorCheck("store", "fail", f"the {whose} does not answer", advice)
+    return DoctorCheck("store", "ok", f"{whose}, answers")
 
 
 def _server(settings: Settings, info: ServerInfo) -> DoctorCheck:

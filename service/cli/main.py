@@ -7,6 +7,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
+import structlog
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
@@ -16,6 +17,7 @@ from metaban.service.cli.dead_letters import letters_app
 from metaban.service.cli.snapshots import snapshot_app
 from metaban.service.cli.terminal import fail, print_rows, settings_or_exit, stderr, stdout
 from metaban.service.settings.environment import Settings, SettingsError, reward_rules
+from metaban.service.settings.variables import HOST, PORT
 
 if TYPE_CHECKING:
     from metaban.service.process.server import Running
@@ -93,14 +95,9 @@ def _root(
     pass
 
 
-Host = Annotated[
-    str,
-    typer.Option(envvar="METABAN_HOST", help="Address to listen on. Without keys only a loopback address is accepted."),
-]
+Host = Annotated[str, typer.Option(envvar=HOST.variable, help=HOST.meaning)]
 
-Port = Annotated[
-    int, typer.Option(envvar="METABAN_PORT", min=0, max=65535, help="Port to listen on; 0 chooses a free one.")
-]
+Port = Annotated[int, typer.Option(envvar=PORT.variable, min=0, max=65535, help=PORT.meaning)]
 
 
 @app.command(
@@ -122,8 +119,8 @@ progress are finished, then the worker and the private Valkey stop.
 """
 )
 def serve(
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
+    host: Host = HOST.default,
+    port: Port = int(PORT.default),
     worker: Annotated[
         bool, typer.Option("--worker/--no-worker", help="Also run a worker, which learns from rewards.")
     ] = True,
@@ -158,7 +155,7 @@ def worker() -> None:
     from metaban.service.settings.namespace import warn_of_differences
     from metaban.service.settings.variables import warn_of_unknown_variables
     from metaban.service.telemetry.logging import configure_logging
-    from metaban.store.errors import StoreError
+    from metaban.store.errors import StoreError, StoreReset
     from metaban.store.processes import end_with_parent
     from metaban.worker.namespace import WorkerSettings
     from metaban.worker.process import run_worker
@@ -185,12 +182,17 @@ def worker() -> None:
                 user_retention_days=settings.user_retention_days,
             ),
         )
+    except StoreReset as error:
+        structlog.get_logger().error(
+            "store_reset", reason=str(error), effect="the worker ends; start it again to work with the store as it is"
+        )
+        raise typer.Exit(1) from None
     except StoreError as error:
         fail(str(error))
 
 
 @app.command()
-def doctor(host: Host = "127.0.0.1", port: Port = 8000) -> None:
+def doctor(host: Host = HOST.default, port: Port = int(PORT.default)) -> None:
     """Check whether the service can run here. Exits with 1 when a check fails."""
     settings = settings_or_exit()
     from metaban.service.cli.doctor import collect

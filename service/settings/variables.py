@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, final, get_args, get_origin
 
 import structlog
 
@@ -14,9 +15,25 @@ from metaban.service.settings.environment import LEARNER_SETTINGS, PREFIX, Setti
 from metaban.store.failpoints import FAILPOINTS_VARIABLE
 from metaban.store.processes import SUPERVISED_VARIABLE
 
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptionVariable:
+    """A variable that is the default of an option of `metaban serve`."""
+
+    variable: str
+    default: str
+    meaning: str
+
+
+HOST: Final = OptionVariable(
+    "METABAN_HOST", "127.0.0.1", "Address to listen on. Without keys only a loopback address is accepted."
+)
+PORT: Final = OptionVariable("METABAN_PORT", "8000", "Port to listen on; 0 chooses a free one.")
+
 #: Variables that are not settings: options of commands, and those of supervised processes, tests and benchmarks.
 OTHER_VARIABLES: Final = frozenset(
-    {SUPERVISED_VARIABLE, FAILPOINTS_VARIABLE, "METABAN_HOST", "METABAN_PORT", "METABAN_KEY", "METABAN_BENCH_DATA"}
+    {SUPERVISED_VARIABLE, FAILPOINTS_VARIABLE, HOST.variable, PORT.variable, "METABAN_KEY", "METABAN_BENCH_DATA"}
 )
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -36,6 +53,12 @@ def setting_rows(settings: Settings) -> Iterator[tuple[str, str, str]]:
         if choices := _choices(field.annotation):
             meaning += f" One of {', '.join(choices)}."
         yield variable_of(name), text, meaning
+    for option in (HOST, PORT):
+        yield (
+            option.variable,
+            os.environ.get(option.variable) or option.default,
+            f"{option.meaning} Option of `metaban serve`.",
+        )
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

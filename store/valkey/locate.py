@@ -16,6 +16,9 @@ from metaban.store.errors import EmbeddedServerError
 from metaban.store.valkey.process import client
 from metaban.store.valkey.server import OWNER_LOCK, EmbeddedServer, possible_sockets, socket_url
 
+#: Time limit of one PING.
+PING_TIMEOUT_S: Final = 2.0
+
 #: Longest wait for the server of a running service, which may be starting.
 ANSWER_WITHIN_S: Final = 15.0
 POLL_S: Final = 0.1
@@ -44,16 +47,23 @@ def _running_socket(data_dir: Path) -> Path | None:
     """Socket of the service that owns the data directory; None if there is none."""
     deadline = time.monotonic() + ANSWER_WITHIN_S
     while owner := owner_of(data_dir):
-        for socket in possible_sockets(data_dir):
-            with suppress(redis.RedisError, OSError), client(socket, timeout_s=2.0) as connection:
-                connection.ping()
-                return socket
+        if socket := answering_socket(data_dir):
+            return socket
         if time.monotonic() > deadline:
             raise EmbeddedServerError(
                 f"the data directory {data_dir} belongs to the process with pid {owner}, whose Valkey does not "
                 "answer: see its log, or stop it and try again"
             )
         time.sleep(POLL_S)
+    return None
+
+
+def answering_socket(data_dir: Path) -> Path | None:
+    """Socket of the data directory behind which a server answers now; None if there is none."""
+    for socket in possible_sockets(data_dir):
+        with suppress(redis.RedisError, OSError), client(socket, timeout_s=PING_TIMEOUT_S) as connection:
+            connection.ping()
+            return socket
     return None
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from metaban.service.http.auth import digest_of
 from metaban.service.process.server import ServeError, bind, store_name
 from metaban.service.settings.environment import Settings, load_settings, variable_of
 from metaban.service.settings.variables import OTHER_VARIABLES, unknown_variables
+from metaban.store.valkey import locate
+from metaban.store.valkey.server import EmbeddedServer
 from tests.service.apps import running_app
 from tests.valkeys import DURABLE, WITHOUT_WAITAOF, Valkey, eventually, running, running_pair
 
@@ -68,6 +71,12 @@ def test_settings_hide_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of("settings")
     assert "METABAN_REWARD_WINDOW_S" in text
     assert "secret@" not in text
+
+
+def test_settings_include_the_options_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METABAN_PORT", "8123")
+    values = {line.split()[0]: line.split()[1] for line in text_of("settings").splitlines()}
+    assert (values["METABAN_HOST"], values["METABAN_PORT"]) == ("127.0.0.1", "8123")
 
 
 def test_unset_settings_and_those_of_the_preset() -> None:
@@ -124,7 +133,7 @@ def test_variable_names_are_not_truncated_on_a_narrow_terminal(monkeypatch: pyte
     monkeypatch.setenv("FORCE_COLOR", "1")
     said = runner.invoke(app, ["settings"], env={"COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}).output
     shown = {line.split()[0] for line in said.splitlines() if line.startswith(("METABAN_", "REDIS_URL"))}
-    assert shown == {variable_of(name) for name in Settings.model_fields}
+    assert shown == {variable_of(name) for name in Settings.model_fields} | {"METABAN_HOST", "METABAN_PORT"}
 
 
 def test_unknown_variables_are_reported() -> None:
@@ -190,6 +199,21 @@ def test_doctor_passes(tmp_path: Path, valkey_url: str) -> None:
     assert levels(doctor.collect(Settings(redis_url=valkey_url), port=port))["store"] == "warn"
 
 
+def test_doctor_asks_the_valkey_of_a_running_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(data_dir=tmp_path)
+    with EmbeddedServer(tmp_path) as server:
+        assert server.pid is not None
+        monkeypatch.setattr(locate, "PING_TIMEOUT_S", 30.0)
+        assert levels(doctor.collect(settings, port=0))["store"] == "ok"
+        monkeypatch.setattr(locate, "PING_TIMEOUT_S", 0.2)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            [row] = [check for check in doctor.collect(settings, port=0) if check.name == "store"]
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+    assert (row.level, str(os.getpid()) in row.detail, "valkey.log" in row.advice) == ("fail", True, True)
+
+
 def test_doctor_counts_replicas(tmp_path: Path) -> None:
     with running_pair(tmp_path) as (primary, replica):
         settings = Settings(redis_url=primary.url, durability="replicated", data_dir=tmp_path)
@@ -211,8 +235,8 @@ def test_doctor_finds_a_server_that_cannot_confirm_rewards(tmp_path: Path) -> No
         assert "fail" not in levels(doctor.collect(without, port=0)).values()
 
 
-def worker_log_until_ready() -> list[dict[str, Any]]:
-    """Start a worker, and return its log until it is ready; then it is stopped."""
+def worker_log(then: Callable[[subprocess.Popen[str]], object]) -> list[dict[str, Any]]:
+    """The log of a worker. `then` is called when it is ready, and must make it end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "metaban.service.cli.main", "worker"],
         env={**os.environ, "METABAN_LOG_FORMAT": "json"},
@@ -223,9 +247,23 @@ def worker_log_until_ready() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     while not lines or lines[-1]["event"] != "worker_ready":
         lines.append(json.loads(process.stderr.readline()))
-    process.terminate()
-    process.communicate(timeout=60)
-    return lines
+    then(process)
+    _, rest = process.communicate(timeout=60)
+    return [*lines, *map(json.loads, rest.splitlines())]
+
+
+async def test_a_worker_logs_why_it_ends(redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_app(valkey_url):
+        pass
+    monkeypatch.setenv("REDIS_URL", valkey_url)
+    loop = asyncio.get_running_loop()
+
+    def empty(process: subprocess.Popen[str]) -> None:
+        asyncio.run_coroutine_threadsafe(redis.flushall(), loop).result(30)
+
+    lines = await asyncio.to_thread(worker_log, empty)
+    assert (lines[-1]["event"], lines[-1]["level"]) == ("store_reset", "error")
+    assert "worker ends" in lines[-1]["effect"]
 
 
 async def test_doctor_and_worker_tell_what_differs_from_the_record(
@@ -239,7 +277,7 @@ async def test_doctor_and_worker_tell_what_differs_from_the_record(
     checks = {check.name: check for check in await asyncio.to_thread(doctor.collect, load_settings(), port=0)}
     assert checks["namespaces"].level == "warn"
     assert checks["namespaces"].detail == "default: METABAN_REWARD_MAX is 2.0, the record has 5.0"
-    lines = await asyncio.to_thread(worker_log_until_ready)
+    lines = await asyncio.to_thread(worker_log, subprocess.Popen.terminate)
     (told,) = (line for line in lines if line["event"] == "settings_differ")
     fields = {name: told[name] for name in ("namespace", "variable", "record", "environment")}
     assert fields == {"namespace": "default", "variable": "METABAN_REWARD_MAX", "record": 5.0, "environment": 2.0}
