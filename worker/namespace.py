@@ -37,6 +37,7 @@ from metaban.worker.learning.consumer import Consumer
 from metaban.worker.learning.default_rewards import DefaultRewards
 from metaban.worker.learning.fit_batcher import FitBatcher
 from metaban.worker.learning.model import NamespaceModel
+from metaban.worker.learning.outages import STORE_OUTAGE, StoreOutage, store_failed
 from metaban.worker.learning.partitions import PARTITION_LEASE_MS, PartitionConsumers
 from metaban.worker.learning.publisher import Publisher
 from metaban.worker.learning.reader import EventReader
@@ -108,6 +109,7 @@ class NamespaceWorker:
         self._deriving = deriving
         self._modeling = modeling
         self._token = token
+        self._outages: dict[str, StoreOutage] = {}
 
     async def run(self, name: str, stopping: asyncio.Event) -> None:
         """Work on a namespace until asked to stop or until it is deleted; return at once when it is not ready.
@@ -118,6 +120,7 @@ class NamespaceWorker:
         Raises StoreReset when the store lost the namespace.
         """
         structlog.contextvars.bind_contextvars(namespace=name)
+        STORE_OUTAGE.set(self._outages.setdefault(name, StoreOutage()))
         redis = self._redis
         try:
             record = await NamespaceStore(redis).load(name)
@@ -133,7 +136,7 @@ class NamespaceWorker:
                     raise
                 log.info("namespace_deleted")
         except StoreUnavailable as error:
-            log.warning("store_unavailable", error=str(error))
+            store_failed(error)
 
     async def _learn(self, redis: Store, record: NamespaceRecord, stopping: asyncio.Event) -> None:
         settings, token = self._settings, self._token
@@ -238,7 +241,7 @@ class NamespaceWorker:
         try:
             await streams.release_consumer(token)
         except StoreUnavailable as error:
-            log.warning("store_unavailable", error=str(error))
+            store_failed(error)
         log.info("worker_stopped", consumer=token)
 
 

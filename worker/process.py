@@ -73,11 +73,15 @@ async def _work_on_all(namespaces: NamespaceStore, worker: NamespaceWorker, stop
     A failed namespace does not affect the others. StoreReset is raised only when the store lost all namespaces.
     """
     tasks: dict[str, asyncio.Task[None]] = {}
-    backoff = Backoff()
+    backoff, started = Backoff(), False
     try:
         while not stopping.is_set():
             with suppress(StoreUnavailable):  # the namespaces' tasks log it
                 names = await namespaces.names()
+                if not started:
+                    started = True
+                    waits = {} if names else {"waiting_for": "a service that creates the first namespace"}
+                    log.info("worker_started", namespaces=len(names), **waits)
                 for name in [name for name, task in tasks.items() if task.done()]:
                     error = tasks.pop(name).exception()
                     if isinstance(error, StoreReset) and not names:

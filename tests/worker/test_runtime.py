@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from metaban.models.learner import State
 from metaban.store.errors import StoreReset
@@ -134,11 +135,18 @@ async def test_a_worker_completes_an_older_record(open_workshop: OpenWorkshop, v
 
 
 async def test_it_can_be_stopped_without_namespaces(open_workshop: OpenWorkshop, valkey_url: str) -> None:
-    worker = asyncio.create_task(work_until_signal(valkey_url, SETTINGS))
-    await asyncio.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGTERM)
-    async with asyncio.timeout(30):
-        await worker
+    with capture_logs() as lines:
+        worker = asyncio.create_task(work_until_signal(valkey_url, SETTINGS))
+
+        async def started() -> bool:
+            return any(line["event"] == "worker_started" for line in lines)
+
+        await soon(started)
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(30):
+            await worker
+    (line,) = (line for line in lines if line["event"] == "worker_started")
+    assert (line["namespaces"], line["waiting_for"]) == (0, "a service that creates the first namespace")
 
 
 async def test_it_starts_on_new_namespaces_and_stops_on_deleted_ones(

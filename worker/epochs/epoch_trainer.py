@@ -29,6 +29,7 @@ from metaban.worker.epochs.derive_shared import EPOCH_USERS_MAX, derive_shared
 from metaban.worker.epochs.sample_cache import SampleCache
 from metaban.worker.epochs.users_by_hash import UsersByHash
 from metaban.worker.learning.model import NamespaceModel, SharedEpoch
+from metaban.worker.learning.outages import store_failed
 from metaban.worker.learning.pauses import QuietChecks, until_next
 from metaban.worker.learning.trainer import FitInput, Trainer
 
@@ -97,7 +98,7 @@ class EpochTrainer:
                     checks.done(quiet=nothing_due and known == self._known())
                     known = self._known()
             except StoreUnavailable as error:
-                log.warning("store_unavailable", error=str(error))
+                store_failed(error)
             except _Stopping:
                 return
             except StoreReset:

@@ -10,6 +10,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, final
 import structlog
 
 from metaban.store.errors import StoreReset, StoreUnavailable
+from metaban.worker.learning.outages import store_failed
 from metaban.worker.learning.pauses import until_next
 
 #: Short: after a worker was killed, its lease has to expire before another worker can take over.
@@ -99,7 +100,7 @@ class LeasedJob(Generic[Job]):
                     self._written = self.job
                     kept = await self._store.put_job(self.job, lease_token=self._token)
             except StoreUnavailable as error:
-                log.warning("store_unavailable", error=str(error))
+                store_failed(error)
                 continue
             except StoreReset:
                 kept = False  # the job itself raises StoreReset at its next command
@@ -116,7 +117,7 @@ async def run_periodically(
         try:
             await tick()
         except StoreUnavailable as error:
-            log.warning("store_unavailable", error=str(error))
+            store_failed(error)
         except StoreReset:
             raise
         except Exception:

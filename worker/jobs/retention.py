@@ -23,6 +23,7 @@ from metaban.store.users.forgetting import RemnantStore
 from metaban.store.users.users import UserStore
 from metaban.worker.jobs.leased_job import run_periodically
 from metaban.worker.learning.model import NamespaceModel
+from metaban.worker.learning.outages import store_failed
 
 #: How often partitions are checked.
 TICK_S: Final = 10.0
@@ -83,7 +84,7 @@ class Retention:
                 await self._expire(partition, today, today - days - 1)
             except StoreUnavailable as error:
                 # One server of a cluster may be away, the others not.
-                log.warning("retention_delayed", partition=partition, error=str(error))
+                store_failed(error)
 
     async def _expire(self, partition: int, today: int, last_day: int) -> None:
         cursor = self._cursors.get(partition, "0")

@@ -19,6 +19,7 @@ from metaban.store.events.event import Delivery
 from metaban.store.events.stream import EventStream
 from metaban.store.failpoints import reach
 from metaban.worker.learning.fit_batcher import FitAbandoned
+from metaban.worker.learning.outages import store_failed
 from metaban.worker.learning.publisher import Publisher
 from metaban.worker.learning.reader import EventReader
 
@@ -74,7 +75,7 @@ class Consumer:
                     reach("worker-after-read")
                     await self._learn(found.fresh)
             except StoreUnavailable as error:
-                log.warning("store_unavailable", partition=self._partition, error=str(error))
+                store_failed(error)
                 await asyncio.sleep(UNAVAILABLE_PAUSE_S)
             except FitAbandoned:
                 # They stay pending for the worker that takes the partition over.

@@ -22,6 +22,7 @@ from metaban.store.events.stream import EventStream
 from metaban.store.failpoints import reach
 from metaban.store.reward_rules import RewardRules
 from metaban.worker.learning.model import NamespaceModel
+from metaban.worker.learning.outages import store_failed
 from metaban.worker.learning.pauses import QuietChecks, until_next
 
 #: How often partitions are checked; more rarely while no decision is overdue.
@@ -79,7 +80,9 @@ class DefaultRewards:
         try:
             while not self._stopping.is_set() and await self.collect(partition) == OVERDUE_TAKEN:
                 pass
-        except (StoreUnavailable, BacklogFull) as error:
+        except StoreUnavailable as error:
+            store_failed(error)
+        except BacklogFull as error:
             log.warning("default_rewards_delayed", partition=partition, error=str(error))
         except StoreReset:
             raise

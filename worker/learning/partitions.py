@@ -14,6 +14,7 @@ from metaban.store.errors import StoreUnavailable
 from metaban.store.events.stream import EventStream
 from metaban.store.shared.partition_leases import PartitionLeases
 from metaban.worker.learning.consumer import Consumer
+from metaban.worker.learning.outages import store_answered, store_failed
 from metaban.worker.learning.pauses import until_next
 
 #: Lease of a partition. Short: after a worker was killed, events of its partitions wait until it expires.
@@ -67,8 +68,9 @@ class PartitionConsumers:
             while not self._stopping.is_set():
                 try:
                     await self._rebalance()
+                    store_answered()
                 except StoreUnavailable as error:
-                    log.warning("store_unavailable", error=str(error))
+                    store_failed(error)
                 await self._wait()
         finally:
             stop.cancel()
@@ -81,7 +83,7 @@ class PartitionConsumers:
         try:
             await self._leases.leave()
         except StoreUnavailable as error:
-            log.warning("store_unavailable", error=str(error))
+            store_failed(error)
 
     async def _rebalance(self) -> None:
         self._raise_failures()
