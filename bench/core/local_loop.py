@@ -79,7 +79,13 @@ class LocalLoop:
         context: Sequence[float] | None = None,
     ) -> LoopDecision:
         """Choose one arm for a user; users that the model no longer holds are loaded, as in the service."""
-        inputs = assemble(self.layout, arms, context)
+        [chosen] = self.choose_slate(user_id, assemble(self.layout, arms, context), 1, decision_id)
+        return chosen
+
+    def choose_slate(
+        self, user_id: str, inputs: NDArray[np.float32], size: int, decision_id: str
+    ) -> list[LoopDecision]:
+        """Choose `size` arms, first place first, by their inputs [n, d]; each arm is a decision that takes a reward."""
         known = self._states.get(user_id) or self._started(user_id)
         policy = self._policy
         seed = draws_seed(self._seed, decision_id) if policy.draws else 0
@@ -87,14 +93,22 @@ class LocalLoop:
 
         def draw(scores: ArmScores) -> Slate:
             shares = decision_draws(self._seed, decision_id)
-            return draw_slate(policy, scores.mean, scores.bonus, 1, shares, scores.drawn)
+            return draw_slate(policy, scores.mean, scores.bonus, size, shares, scores.drawn)
 
-        chosen = self._served.choose_one(request, draw)
-        scores, slate, arm = chosen.scores, chosen.slate, chosen.slate.chosen[0]
-        score = float(scores.mean[arm] + scores.bonus[arm])
-        return LoopDecision(
-            arm, inputs[arm], scores.phi[arm], slate.propensities[0], score, scores.epoch, scores.user_events
-        )
+        made = self._served.choose_one(request, draw)
+        scores = made.scores
+        return [
+            LoopDecision(
+                arm,
+                inputs[arm],
+                scores.phi[arm],
+                propensity,
+                float(scores.mean[arm] + scores.bonus[arm]),
+                scores.epoch,
+                scores.user_events,
+            )
+            for arm, propensity in zip(made.slate.chosen, made.slate.propensities, strict=True)
+        ]
 
     def start(self, user_id: str, start: NDArray[np.float64]) -> None:
         """Give a new user a warm start."""

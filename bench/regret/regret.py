@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -12,21 +11,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from metaban.bench.core.parallel import Failure, run_all
 from metaban.bench.core.report import Bar, Report
+from metaban.bench.core.summaries import CONFIDENCE, curve_places, ratio_interval, summed_curves
 from metaban.bench.regret.methods import METHODS, RIVALS, VARIANTS, unavailable
-from metaban.bench.regret.runs import Contender, Curve, Failure, Outcome, Run, execute_all
+from metaban.bench.regret.runs import Contender, Outcome, Run, execute
 from metaban.bench.worlds.environments import build_environment
 
 #: Rounds of the claims and of a quick run; fewer where inputs are wide and most methods slow.
 FULL_ROUNDS: Final = 10_000
 QUICK_ROUNDS: Final = 500
 QUICK_ROUNDS_OF: Final = {"mnist": 150}
-
-#: Points of a curve in the report.
-CURVE_POINTS: Final = 200
-
-#: Confidence level of intervals.
-CONFIDENCE: Final = 0.95
 
 #: Limits of the regret of `default` over that of the best baseline.
 RATIO_LIMITS: Final = {"movielens": 0.80, "yelp": 0.94, "service": 0.87, "mnist": 0.80, "synthetic": 0.80}
@@ -71,7 +66,7 @@ def measure_regret(plan: RegretPlan, *, jobs: int, quick: bool, console: Console
         if name not in skipped
         for seed in plan.seeds
     ]
-    outcomes, failures = execute_all(runs, jobs=jobs, console=console)
+    outcomes, failures = run_all(execute, runs, jobs=jobs, console=console)
     settings = {
         "env": plan.env,
         "users": world.users,
@@ -106,11 +101,13 @@ def regret_results(outcomes: Sequence[Outcome], failures: Sequence[Failure]) -> 
     random = [outcome.random for outcome in next(iter(grouped.values()), [])]
     return {
         "methods": methods,
-        "random": {"regret_mean": float(np.sum(random) / len(random)), **_curves(random)} if random else None,
-        "curve_rounds": [int(place) + 1 for place in _places(len(random[0]))] if random else [],
+        "random": {"regret_mean": float(np.sum(random) / len(random)), **summed_curves(random)} if random else None,
+        "curve_rounds": [place + 1 for place in curve_places(len(random[0]))] if random else [],
         "best_baseline": best,
         "ratio": ratio(methods, "default", best) if compared and best else None,
-        "ratio_interval": ratio_interval(methods, "default", best) if compared and best else None,
+        "ratio_interval": ratio_interval(methods["default"]["regrets"], methods[best]["regrets"])
+        if compared and best
+        else None,
         "failures": [{"method": failure.label, "seed": failure.seed, "error": failure.error} for failure in failures],
     }
 
@@ -122,28 +119,11 @@ def _summary(group: Sequence[Outcome]) -> dict[str, Any]:
         "regret_mean": float(np.mean(regrets)),
         "regret_sd": float(np.std(regrets, ddof=1)) if len(regrets) > 1 else 0.0,
         "regrets": regrets,
-        **_curves([outcome.regret for outcome in group]),
+        **summed_curves([outcome.regret for outcome in group]),
         "decision_ms": float(np.mean([outcome.decision_ms for outcome in group])),
         "update_ms": float(np.mean([outcome.update_ms for outcome in group])),
         "settings": dict(group[0].settings),
     }
-
-
-def _curves(regrets: Sequence[Curve]) -> dict[str, Any]:
-    """Cumulative regret at up to `CURVE_POINTS` rounds: mean, lowest and highest over seeds."""
-    summed = np.cumsum(regrets, axis=1)[:, _places(len(regrets[0]))]  # [seeds, points]
-    return {
-        "curve": summed.mean(0).tolist(),
-        "curve_least": summed.min(0).tolist(),
-        "curve_most": summed.max(0).tolist(),
-    }
-
-
-def _places(rounds: int) -> Sequence[int]:
-    """Rounds of a curve, counted from 0; includes the last."""
-    points = min(rounds, CURVE_POINTS)
-    places: list[int] = ((np.arange(1, points + 1) * rounds) // points - 1).tolist()
-    return places
 
 
 def _mean(methods: Mapping[str, Any], name: str) -> float:
@@ -154,17 +134,6 @@ def ratio(methods: Mapping[str, Any], name: str, other: str) -> float:
     """Mean regret of one method over that of another; 1 if both are 0."""
     above, below = _mean(methods, name), _mean(methods, other)
     return above / below if below else float(above == below)
-
-
-def ratio_interval(methods: Mapping[str, Any], name: str, other: str) -> list[float] | None:
-    """t-interval of the ratio of two methods, paired by seed; None with fewer than two seeds."""
-    above, below = np.array(methods[name]["regrets"]), np.array(methods[other]["regrets"])
-    if len(above) < 2 or not below.all():
-        return None
-    ratios = above / below
-    student: Any = import_module("scipy.stats").t  # slow to import, and untyped
-    half = student.ppf((1 + CONFIDENCE) / 2, len(ratios) - 1) * ratios.std(ddof=1) / np.sqrt(len(ratios))
-    return [float(ratios.mean() - half), float(ratios.mean() + half)]
 
 
 def regret_bars(plan: RegretPlan, results: Mapping[str, Any], *, quick: bool) -> list[Bar]:

@@ -14,10 +14,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from metaban.bench.core.parallel import run_all
 from metaban.bench.core.report import Bar, Report
+from metaban.bench.core.summaries import CURVE_POINTS, Curve
 from metaban.bench.regret.methods import RIVALS
-from metaban.bench.regret.regret import CURVE_POINTS, FULL_ROUNDS, print_failures, print_skipped, ratio, regret_results
-from metaban.bench.regret.runs import Contender, Curve, Outcome, Run, execute_all
+from metaban.bench.regret.regret import FULL_ROUNDS, print_failures, print_skipped, ratio, regret_results
+from metaban.bench.regret.runs import Contender, Outcome, Run, execute
 from metaban.bench.worlds.data import DataMissing
 from metaban.bench.worlds.environments import build_environment
 
@@ -227,7 +229,7 @@ def measure_scenarios(plan: ScenarioPlan, *, jobs: int, quick: bool, console: Co
             if each.method not in skipped
             for seed in plan.seeds
         ]
-        outcomes, failures = execute_all(runs, jobs=jobs, console=console)
+        outcomes, failures = run_all(execute, runs, jobs=jobs, console=console)
         found = regret_results(outcomes, failures)
         results[name] = {"claim": scenario.claim, "env": scenario.env, "rounds": rounds, **found, "skipped": skipped}
         if not failures:

@@ -72,6 +72,15 @@ def movielens_profiles(folder: Path | None) -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=2)
+def movielens_films(folder: Path | None) -> list[tuple[int, tuple[str, ...]]]:
+    """Release year, 0 if unknown, and genres of the items of MovieLens-100k, in order of their ids."""
+    with gzip.open(_existing(folder, "movielens-100k-items.tsv.gz"), "rt") as file:
+        rows = [line.rstrip("\n").split("\t") for line in file.readlines()[1:]]
+    rows.sort(key=lambda row: int(row[0]))
+    return [(int(year) if year.isdigit() else 0, tuple(genres.split(" "))) for _, _, year, genres in rows]
+
+
+@lru_cache(maxsize=2)
 def yelp_entries(folder: Path | None) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     """Entries (user, item, ±1), user features and item features."""
     with np.load(_existing(folder, "yelp.npz"), allow_pickle=False) as arrays:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from metaban.bench.core.parallel import Failure, run_all
+from metaban.bench.core.summaries import CURVE_POINTS
 from metaban.bench.regret.method import Method, VisibleRound
 from metaban.bench.regret.methods import RIVALS
 from metaban.bench.regret.plots import plot_regret
 from metaban.bench.regret.regret import (
-    CURVE_POINTS,
     FULL_ROUNDS,
     RegretPlan,
     measure_regret,
@@ -22,7 +23,7 @@ from metaban.bench.regret.regret import (
     regret_results,
     usual_methods,
 )
-from metaban.bench.regret.runs import Contender, Failure, Outcome, Run, execute_all, play
+from metaban.bench.regret.runs import Contender, Outcome, Run, execute, play
 from metaban.bench.worlds.environments import SyntheticGroups
 
 CONSOLE = Console(quiet=True)
@@ -170,7 +171,7 @@ def test_a_run_that_raises_is_named_and_the_others_end() -> None:
     runs = [
         Run(contender, "synthetic", seed, 5) for contender in (broken, Contender.plain("linucb")) for seed in (7, 8)
     ]
-    outcomes, failures = execute_all(runs, jobs=1, console=CONSOLE)
+    outcomes, failures = run_all(execute, runs, jobs=1, console=CONSOLE)
     assert [(ended.label, ended.seed) for ended in outcomes] == [("linucb", 7), ("linucb", 8)]
     assert [str(failure) for failure in failures] == [
         f"broken, seed {seed}: ValueError: nu must be above 1 and at most 1000000" for seed in (7, 8)
