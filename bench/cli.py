@@ -30,6 +30,8 @@ EPILOG: Final = """
 
   metaban bench scenarios --only delay --json out.json   # one claim
 
+  metaban bench shop --variant plain --methods metaban,vw-ids
+
 [bold]Output[/bold]: a table, then the bars: claims of the documentation with
 their limits. --json adds the raw results, --plot a picture, and --check makes
 the exit status 1 if a bar does not hold.
@@ -39,7 +41,8 @@ and mnist read public data sets from --data, from $METABAN_BENCH_DATA or from
 ../shared/data, and are skipped if these are missing (docs/benchmarks.md
 describes the files). With --check, a run that skips everything fails.
 
-[bold]Seeds[/bold] 100-102 are for reporting; settings are chosen on others.
+[bold]Seeds[/bold] 100-102, and 300-304 of shop, are for reporting; settings
+are chosen on others.
 """
 
 #: Modules of the extra `bench` that every installation of it has.
@@ -248,6 +251,110 @@ def scenarios(
         plot_scenarios(report, plot)
     failed = any(found.get("failures") for found in report.results.values())
     finish(report, json, check=check, failed=failed)
+
+
+@bench_app.command()
+def shop(
+    variants: Annotated[
+        str | None, typer.Option("--variants", "--variant", help="Variants to run, separated by commas. Default: all.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", help="Methods to run, separated by commas. Default: all that are available."),
+    ] = None,
+    slates: Annotated[
+        int | None, typer.Option("--slates", min=1, help="Slates of each run. Default: 3,000, fewer with --quick.")
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option("--items", min=20, help="Items of the catalogue. Default: 200, in `large` 1,000.")
+    ] = None,
+    users: Annotated[int | None, typer.Option("--users", min=1, help="Users. Default: 150, in `large` 943.")] = None,
+    seeds: Seeds = "300-304",
+    jobs: Jobs = None,
+    data: Data = None,
+    json: Json = None,
+    plot: Plot = None,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """Clicks in a shop: slates of five from a catalogue with ids and metadata, clicks that arrive 1 to 39 slates later.
+
+    [bold]metaban[/] is the shipped learner. Rivals: popularity, and with tuned settings ctr-thompson, vw-ids (Vowpal
+    Wabbit with ids), linucb-hybrid and icf-thompson. random and oracle are the ends of the scale. Variants:
+    [bold]plain[/]; [bold]large[/], 1,000 items and 943 users; [bold]arrivals[/], half of the items arrive later;
+    [bold]no-features[/]; [bold]no-ids[/]; [bold]explained[/], tastes follow the metadata; [bold]clicks-only[/], no
+    zeros are sent. --quick runs the plain shop.
+    """
+    from metaban.bench.shop.players import METHODS
+    from metaban.bench.shop.shop import (
+        FULL_SLATES,
+        QUICK_ITEMS,
+        QUICK_SLATES,
+        QUICK_USERS,
+        VARIANTS,
+        ShopPlan,
+        measure_shop,
+        print_shop,
+    )
+    from metaban.bench.worlds.data import DataMissing
+
+    usual = ("plain",) if quick else tuple(VARIANTS)
+    plan = ShopPlan(
+        usual if variants is None else parse_names(variants, VARIANTS, "--variants"),
+        METHODS if methods is None else parse_names(methods, METHODS, "--methods"),
+        slates or (QUICK_SLATES if quick else FULL_SLATES),
+        _quick_seeds(seeds, quick),
+        items or (QUICK_ITEMS if quick else None),
+        users or (QUICK_USERS if quick else None),
+        data,
+    )
+    try:
+        report = measure_shop(plan, jobs=jobs or os.cpu_count() or 1, quick=quick, console=console)
+    except DataMissing as missing:
+        console.print(f"skipped shop: {missing}", highlight=False, markup=False, soft_wrap=True)
+        if check:
+            fail_unchecked()
+        raise typer.Exit from None
+    print_shop(report, console)
+    if plot is not None:
+        from metaban.bench.shop.plots import plot_shop
+
+        plot_shop(report, plot)
+    finish(report, json, check=check, failed=bool(report.results["failures"]))
+
+
+@bench_app.command(name="tune-shop")
+def tune_shop(
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="Rivals to tune, separated by commas. Default: all with settings.")
+    ] = None,
+    slates: Annotated[int, typer.Option("--slates", min=1, help="Slates of each run.")] = 3_000,
+    jobs: Jobs = None,
+    data: Data = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the chosen settings to this file.")] = None,
+) -> None:
+    """Choose the settings of the rivals of `metaban bench shop`, on seeds 200-202, which are not reported.
+
+    `metaban bench shop` uses the recorded choices; this command reproduces them.
+    """
+    from metaban.bench.shop.players import TUNED, unavailable
+    from metaban.bench.shop.tuning import tune_rival
+    from metaban.bench.worlds.data import DataMissing
+
+    found = {}
+    for name in tuple(TUNED) if methods is None else parse_names(methods, TUNED, "--methods"):
+        if (reason := unavailable(name)) is not None:
+            console.print(f"skipped {name}: {reason}", highlight=False, markup=False)
+            continue
+        try:
+            found[name] = tune_rival(name, data=data, jobs=jobs or os.cpu_count() or 1, console=console, slates=slates)
+        except DataMissing as missing:
+            console.print(f"nothing was tuned: {missing}", highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+    console.print_json(data=found)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(dumps(found, indent=2) + "\n")
 
 
 @bench_app.command()

@@ -106,6 +106,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "core",
         "baselines",
         "regret",
+        "shop",
         "transfer",
         "serving",
         "bayes",

@@ -93,7 +93,9 @@ def run_all(
         def advance(rounds: int) -> None:
             bar.advance(task, rounds)
 
-        ended = _here(execute, runs, advance) if jobs == 1 else _in_processes(execute, runs, jobs, advance)
+        ended = (
+            _in_processes(execute, runs, jobs, advance) if min(jobs, len(runs)) > 1 else _here(execute, runs, advance)
+        )
     return [end for end in ended if not isinstance(end, Failure)], [end for end in ended if isinstance(end, Failure)]
 
 

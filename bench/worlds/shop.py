@@ -133,10 +133,10 @@ class Shop:
         self._seed = seed
         folder = data_folder(data)
         items, self.tastes = _items_and_tastes(folder, variant.items, variant.users)  # [N], [U, N]
-        self.users, self.size = self.tastes.shape
+        self.users, self.size = len(self.tastes), len(items)
         random = np.random.default_rng([seed, 0])
         films = movielens_films(folder)
-        prices = random.uniform(*PRICES, size=self.size)
+        prices: Matrix = random.uniform(PRICES[0], PRICES[1], (self.size,))
         self._metadata = tuple(
             ShopItem(films[item][1][0], films[item][1], films[item][0], round(float(price), 2))
             for item, price in zip(items.tolist(), prices, strict=True)
@@ -217,8 +217,8 @@ def _ridge_rows(targets: Matrix, given: Matrix, inputs: Matrix) -> Matrix:
     rank = inputs.shape[1]
     outer = (inputs[:, :, None] * inputs[:, None, :]).reshape(len(inputs), -1)  # [m, r²]
     grams = (given @ outer).reshape(-1, rank, rank) + TASTE_RIDGE * np.eye(rank)  # [n, r, r]
-    weights: Matrix = np.linalg.solve(grams, (targets @ inputs)[..., None])[..., 0]
-    return weights
+    weights = np.linalg.solve(grams, (targets @ inputs)[..., None])[..., 0]
+    return weights.astype(np.float64, copy=False)
 
 
 def explained_tastes(tastes: Matrix, metadata: tuple[ShopItem, ...]) -> Matrix:

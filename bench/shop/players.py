@@ -1,0 +1,72 @@
+"""The players of `metaban bench shop` by name, with the settings that tuning chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from metaban.bench.shop.hybrid_linucb import HybridLinUCB
+from metaban.bench.shop.interactive_factors import InteractiveFactors
+from metaban.bench.shop.item_rates import ClickRateThompson, OraclePlayer, PopularityPlayer, RandomPlayer
+from metaban.bench.shop.player import PlayerSettings, ShopPlayer
+from metaban.bench.shop.shipped import ShippedPlayer
+from metaban.bench.shop.vowpal_ids import VowpalIds
+from metaban.bench.worlds.shop import Shop
+
+SETTINGS_FILE: Final = Path(__file__).with_name("rival_settings.json")
+
+#: The shipped learner.
+OURS: Final = "metaban"
+
+VOWPAL: Final = "vw-ids"
+
+#: Rivals with settings, by name: a function that builds one for a shop and a seed.
+TUNED: Final[dict[str, Callable[..., ShopPlayer]]] = {
+    "ctr-thompson": lambda shop, seed, **settings: ClickRateThompson(shop.catalogue, seed=seed, **settings),
+    VOWPAL: lambda shop, seed, **settings: VowpalIds(shop.catalogue, seed=seed, **settings),
+    "linucb-hybrid": lambda shop, seed, **settings: HybridLinUCB(
+        shop.catalogue, users=shop.users, seed=seed, **settings
+    ),
+    "icf-thompson": lambda shop, seed, **settings: InteractiveFactors(
+        shop.catalogue, users=shop.users, seed=seed, **settings
+    ),
+}
+
+#: Methods that the shipped learner has to beat, and all methods.
+RIVALS: Final = ("popularity", *TUNED)
+METHODS: Final = (OURS, *RIVALS, "random", "oracle")
+
+
+def unavailable(name: str) -> str | None:
+    """The reason why a method cannot run here, or None."""
+    if name == VOWPAL and find_spec("vowpalwabbit") is None:
+        return "Vowpal Wabbit is not installed: pip install vowpalwabbit"
+    return None
+
+
+def tuned_settings(name: str) -> dict[str, Any]:
+    """The recorded settings of a rival."""
+    return dict(json.loads(SETTINGS_FILE.read_text("utf-8"))[name]["settings"])
+
+
+def build_player(
+    name: str, shop: Shop, *, seed: int, settings: PlayerSettings | None = None
+) -> tuple[ShopPlayer, dict[str, Any]]:
+    """A player and its settings for the report; `settings` replace the recorded ones of a tuned rival."""
+    if name in TUNED:
+        chosen = tuned_settings(name) if settings is None else dict(settings)
+        return TUNED[name](shop, seed, **chosen), chosen
+    if name == OURS:
+        shipped = ShippedPlayer(shop.catalogue, seed=seed)
+        return shipped, dict(shipped.settings)
+    others: dict[str, Callable[[], ShopPlayer]] = {
+        "popularity": lambda: PopularityPlayer(shop.catalogue, seed=seed),
+        "random": lambda: RandomPlayer(seed),
+        "oracle": lambda: OraclePlayer(shop.chances),
+    }
+    if name not in others:
+        raise ValueError(f"there is no method {name!r}; choose one of {', '.join(METHODS)}")
+    return others[name](), {}

@@ -1,0 +1,101 @@
+"""Settings of the rivals, by search on seeds that are not reported.
+
+A coordinate search: from the first value of every axis, each axis in turn takes the value with the most clicks, until a
+pass over all axes changes nothing. All rivals are tuned in the plain shop. `rival_settings.json` records the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+
+from metaban.bench.core.parallel import run_all
+from metaban.bench.shop.players import VOWPAL
+from metaban.bench.shop.runs import ShopRun, execute
+from metaban.bench.worlds.shop import Shop, ShopVariant
+
+#: Seeds and slates of the search.
+TUNING_SEEDS: Final = (200, 201, 202)
+TUNING_SLATES: Final = 3_000
+
+#: Passes over the axes at most.
+PASSES_MAX: Final = 2
+
+Axes = Mapping[str, Sequence[float | str | bool]]
+
+#: Axes by rival; the search starts from the first values.
+AXES: Final[dict[str, Axes]] = {
+    "ctr-thompson": {
+        "prior_rate": (0.15, 0.3, 0.5),
+        "prior_shows": (10.0, 2.0, 30.0),
+        "width": (1.0, 0.5, 0.25, 0.1, 0.03),
+        "decay": (1.0, 0.85),
+    },
+    VOWPAL: {
+        "interactions": ("ui ci", "ui ci ug", "ui ci ug ut", "ui ug ut cg ct", "ug ut cg ct", "ut ct", "ci ct"),
+        "learning_rate": (0.5, 0.1, 0.25, 1.0, 2.0),
+        "power_t": (0.5, 0.0, 0.25),
+        "l2": (0.0, 1e-6, 1e-5, 1e-4),
+        "metadata": (True, False),
+        "position": (False, True),
+        "rank": (0, 4, 8),
+        "epsilon": (0.0, 0.02, 0.05),
+    },
+    "linucb-hybrid": {
+        "split": ("user", "item"),
+        "exploration": (0.1, 0.0, 0.03, 0.3),
+        "regularization": (1.0, 0.1, 3.0, 10.0),
+        "decay": (1.0, 0.85),
+    },
+    "icf-thompson": {
+        "draw_scale": (1.0, 0.5, 0.25, 0.1),
+        "item_deviation": (0.1, 0.05, 0.2, 0.4),
+        "noise_deviation": (0.35, 0.2, 0.6),
+        "rank": (4, 2, 8),
+        "decay": (1.0, 0.85),
+    },
+}
+
+
+def tune_rival(
+    method: str,
+    *,
+    data: Path | None,
+    jobs: int,
+    console: Console,
+    slates: int = TUNING_SLATES,
+    seeds: Sequence[int] = TUNING_SEEDS,
+    variant: ShopVariant | None = None,
+) -> dict[str, Any]:
+    """The best settings of a rival, the seeds and slates of the search, its clicks a slate, and the settings tried."""
+    world = variant or ShopVariant()
+    Shop(world, seed=seeds[0], data=data)  # raises DataMissing before any run
+    axes = AXES[method]
+    best: dict[str, float | str | bool] = {name: values[0] for name, values in axes.items()}
+    tried: dict[tuple[float | str | bool, ...], float] = {}
+    for _ in range(PASSES_MAX):
+        before = dict(best)
+        for axis, values in axes.items():
+            candidates = [{**best, axis: value} for value in values]
+            fresh = [settings for settings in candidates if tuple(settings.values()) not in tried]
+            runs = [
+                ShopRun(method, "plain", world, seed, slates, data, settings) for settings in fresh for seed in seeds
+            ]
+            outcomes, failures = run_all(execute, runs, jobs=jobs, console=console, unit="slates")
+            if failures:
+                raise RuntimeError(f"a run of the search failed: {failures[0]}")
+            clicks = np.array([outcome.clicks.mean() for outcome in outcomes]).reshape(len(fresh), len(seeds)).mean(1)
+            tried |= {tuple(each.values()): float(mean) for each, mean in zip(fresh, clicks, strict=True)}
+            best = max(candidates, key=lambda settings: tried[tuple(settings.values())])
+            found = ", ".join(
+                f"{value} {tried[tuple(each.values())]:.3f}" for value, each in zip(values, candidates, strict=True)
+            )
+            console.print(f"{method}, {axis}: {found}", highlight=False, markup=False, soft_wrap=True)
+        if best == before:
+            break
+    clicks_best = round(tried[tuple(best.values())], 4)
+    return {"settings": best, "seeds": list(seeds), "slates": slates, "clicks": clicks_best, "tried": len(tried)}
