@@ -108,6 +108,7 @@ audit: $(TOOLS)/.installed ## look up known vulnerabilities of the locked versio
 bench: $(VENV)/.benchmarks ## quick benchmarks, as tables
 	$(BIN)/metaban bench freshness --quick
 	$(BIN)/metaban bench regret --quick
+	$(BIN)/metaban bench shop --quick
 	$(BIN)/metaban bench latency --quick
 	$(BIN)/metaban bench fusion --quick
 	$(BIN)/metaban bench bayes --quick

@@ -269,7 +269,10 @@ def shop(
         int | None, typer.Option("--items", min=20, help="Items of the catalogue. Default: 200, in `large` 1,000.")
     ] = None,
     users: Annotated[int | None, typer.Option("--users", min=1, help="Users. Default: 150, in `large` 943.")] = None,
-    seeds: Seeds = "300-304",
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", help="Seeds of the shop. Default: 300-304, the reporting seeds; --quick: 240-241."),
+    ] = None,
     jobs: Jobs = None,
     data: Data = None,
     json: Json = None,
@@ -303,7 +306,7 @@ def shop(
         usual if variants is None else parse_names(variants, VARIANTS, "--variants"),
         METHODS if methods is None else parse_names(methods, METHODS, "--methods"),
         slates or (QUICK_SLATES if quick else FULL_SLATES),
-        _quick_seeds(seeds, quick),
+        _quick_seeds(seeds or ("240-241" if quick else "300-304"), quick),
         items or (QUICK_ITEMS if quick else None),
         users or (QUICK_USERS if quick else None),
         data,

@@ -14,7 +14,7 @@ from typing import Literal, final
 import numpy as np
 
 from metaban.bench.shop.inputs import CONTEXT_NUMBERS, context_inputs, item_inputs
-from metaban.bench.shop.player import Feedback, ShopPlayer, best_items
+from metaban.bench.shop.player import ShopPlayer, ShownItem, best_items
 from metaban.bench.worlds.shop import Matrix, Places, ShopCatalogue, ShopRequest
 
 
@@ -106,7 +106,7 @@ class HybridLinUCB(ShopPlayer):
         bounds = means + self._exploration * np.sqrt(np.maximum(variances, 0.0))
         return best_items(bounds, eligible, size, self._random)
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         for shown in feedback:
             arms, own, shared = self._rows(shown.request, np.array([shown.item]))
             looked = self._decay**shown.position

@@ -14,7 +14,7 @@ from typing import Final, final
 
 import numpy as np
 
-from metaban.bench.shop.player import Feedback, ShopPlayer, best_items
+from metaban.bench.shop.player import ShopPlayer, ShownItem, best_items
 from metaban.bench.worlds.shop import Matrix, Places, ShopCatalogue, ShopRequest
 
 #: Events between two refits, as a share of the events so far, and their minimum.
@@ -110,7 +110,7 @@ class InteractiveFactors(ShopPlayer):
         [user] = self._users.draw(np.array([request.user]), self._random, self._draw_scale)  # [r]
         return best_items(items[:, : self._rank] @ user + items[:, self._rank], eligible, size, self._random)
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         for shown in feedback:
             looked, identity = self._decay**shown.position, int(self._identities[shown.item])
             self._events.append((shown.request.user, identity, looked, shown.reward))

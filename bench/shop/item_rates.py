@@ -7,7 +7,7 @@ from typing import Final, final
 
 import numpy as np
 
-from metaban.bench.shop.player import Feedback, ShopPlayer, best_items
+from metaban.bench.shop.player import ShopPlayer, ShownItem, best_items
 from metaban.bench.worlds.shop import Matrix, Places, ShopCatalogue, ShopRequest
 
 #: Shows and clicks that `popularity` assumes of every item: a rate above the average, so that all items are tried.
@@ -25,7 +25,7 @@ class RandomPlayer(ShopPlayer):
     def recommend(self, request: ShopRequest, eligible: Places, size: int) -> Places:
         return self._random.permutation(eligible)[:size]
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         """Nothing to learn."""
 
 
@@ -40,7 +40,7 @@ class OraclePlayer(ShopPlayer):
         order = np.argsort(-self._chances(request)[eligible], kind="stable")
         return eligible[order[:size]]
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         """Nothing to learn."""
 
 
@@ -58,7 +58,7 @@ class PopularityPlayer(ShopPlayer):
         known = self._identities[eligible]
         return best_items(self._clicks[known] / self._shows[known], eligible, size, self._random)
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         for shown in feedback:
             self._shows[self._identities[shown.item]] += 1
             self._clicks[self._identities[shown.item]] += shown.reward
@@ -98,7 +98,7 @@ class ClickRateThompson(ShopPlayer):
         drawn = self._random.beta(self.clicked[known] / self._width, self.ignored[known] / self._width)
         return best_items(drawn, eligible, size, self._random)
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         for shown in feedback:
             identity = self._identities[shown.item]
             self.clicked[identity] += shown.reward

@@ -20,7 +20,7 @@ PlayerSettings: TypeAlias = Mapping[str, float | str | bool]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Feedback:
+class ShownItem:
     """What became of one shown item; positions are counted from 0, and the reward of a click is 1."""
 
     request: ShopRequest
@@ -37,7 +37,7 @@ class ShopPlayer(ABC):
         """The items to show, `size` of the eligible ones, first place first."""
 
     @abstractmethod
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         """Learn from shown items, in the order of arrival."""
 
 

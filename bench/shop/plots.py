@@ -10,7 +10,7 @@ import numpy as np
 
 from metaban.bench.core.report import Report
 from metaban.bench.core.summaries import Curve
-from metaban.bench.shop.players import OURS
+from metaban.bench.shop.players import OURS, RIVALS
 from metaban.bench.shop.shop import by_clicks
 
 #: Points of a curve that a moving mean covers, as a share of all points.
@@ -18,7 +18,7 @@ WINDOW_SHARE: Final = 0.1
 
 #: Plots side by side, and inches of one.
 COLUMNS: Final = 2
-WIDTH, HEIGHT = 7.0, 4.2
+PLOT_INCHES: Final = (7.0, 4.2)
 
 #: Ends of the scale, drawn with broken lines.
 ENDS: Final = ("random", "oracle")
@@ -32,20 +32,20 @@ def plot_shop(report: Report, path: Path) -> None:
     variants, slates = report.results["variants"], np.array(report.results["curve_slates"], dtype=np.float64)
     columns = min(COLUMNS, len(variants))
     rows = -(-len(variants) // columns)
-    figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
+    figure = Figure(figsize=(PLOT_INCHES[0] * columns, PLOT_INCHES[1] * rows), layout="constrained")
     grid: Any = figure.subplots(rows, columns, squeeze=False)
     colours = colormaps["tab10"]
     for axes in grid.flat[len(variants) :]:
         axes.set_axis_off()
     for axes, (name, found) in zip(grid.flat, variants.items(), strict=False):
-        for place, method in enumerate(by_clicks(found["methods"])):
+        for method in by_clicks(found["methods"]):
             row = found["methods"][method]
             label = f"{method}  {row['clicks_mean']:.2f}"
             ends, rates = moving_rates(slates, row["curve"])
             if method in ENDS:
                 axes.plot(ends, rates, "--", color="grey", lw=1, label=label)
                 continue
-            colour = "black" if method == OURS else colours(place % colours.N)
+            colour = "black" if method == OURS else colours(RIVALS.index(method))
             axes.plot(ends, rates, color=colour, lw=2.4 if method == OURS else 1.3, label=label)
         axes.set(title=name, xlabel="slate", ylabel="clicks a slate, moving mean", xlim=(0, slates[-1]), ylim=(0, None))
         axes.grid(alpha=0.3)

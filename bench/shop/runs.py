@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from metaban.bench.core.summaries import Curve
-from metaban.bench.shop.player import Feedback, PlayerSettings, ShopPlayer
+from metaban.bench.shop.player import PlayerSettings, ShopPlayer, ShownItem
 from metaban.bench.shop.players import build_player
 from metaban.bench.worlds.shop import CLICKED_HIDDEN, DELAY_SLATES, EXAMINATION, Places, Shop, ShopVariant
 
@@ -75,7 +75,7 @@ def play(
     clicks = np.zeros(slates)
     latest: list[deque[int]] = [deque(maxlen=CLICKED_HIDDEN) for _ in range(shop.users)]
     #: Feedback by the slate that it arrives before.
-    due: dict[int, list[Feedback]] = {}
+    due: dict[int, list[ShownItem]] = {}
     clock = time.perf_counter
     deciding = learning = 0.0
     learned = 0
@@ -98,7 +98,7 @@ def play(
         clicked.extend(shown[liked].tolist())
         for position, (item, click) in enumerate(zip(shown.tolist(), liked.tolist(), strict=True)):
             wait = WAIT_SLATES if shop.variant.clicks_only and not click else visit.delay
-            due.setdefault(number + wait, []).append(Feedback(request, item, position, float(click)))
+            due.setdefault(number + wait, []).append(ShownItem(request, item, position, float(click)))
         if number % REPORT_EVERY == REPORT_EVERY - 1:
             report(REPORT_EVERY)
     report(slates % REPORT_EVERY)

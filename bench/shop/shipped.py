@@ -7,7 +7,7 @@ from typing import Final, final
 
 from metaban.bench.core.local_loop import LoopDecision
 from metaban.bench.regret.methods import LearnerMethod, shipped_settings
-from metaban.bench.shop.player import Feedback, ShopPlayer
+from metaban.bench.shop.player import ShopPlayer, ShownItem
 from metaban.bench.worlds.shop import Places, ShopCatalogue, ShopItem, ShopRequest
 from metaban.models.features import Named, infer_layout
 from metaban.models.settings import named_settings
@@ -50,7 +50,7 @@ class ShippedPlayer(ShopPlayer):
         self._open |= {(request.number, int(item)): made for item, made in zip(shown, chosen, strict=True)}
         return shown
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         for shown in feedback:
             decision = self._open.pop((shown.request.number, shown.item))
             self._loop.learn(f"user-{shown.request.user}", decision, shown.reward)

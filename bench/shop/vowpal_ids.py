@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from metaban.bench.shop.inputs import PART_HOURS
-from metaban.bench.shop.player import Feedback, ShopPlayer, best_items
+from metaban.bench.shop.player import ShopPlayer, ShownItem, best_items
 from metaban.bench.worlds.shop import Matrix, Places, ShopCatalogue, ShopItem, ShopRequest
 
 #: 2 to this power weights: enough for the pairs of a thousand users and items.
@@ -30,7 +30,7 @@ class VowpalIds(ShopPlayer):
     """Shows the items of the highest log-odds; with probability ε a place gets a random item instead.
 
     `interactions` are pairs of VW namespaces such as "ui ci". With a `rank`, user × item also has that many factors
-    (`--lrq`).
+    (`--lrq`). `coin` takes VW's update by coin betting, which needs no learning rate.
     """
 
     def __init__(
@@ -44,12 +44,14 @@ class VowpalIds(ShopPlayer):
         epsilon: float,
         interactions: str,
         rank: int,
+        coin: bool,
         metadata: bool,
         position: bool,
     ) -> None:
         options = [f"-l {learning_rate:g} --l2 {l2:g} --power_t {power_t:g}"]
         options += [f"-q {pair}" for pair in interactions.split()]
         options += [f"--lrq ui{rank}"] if rank else []
+        options += ["--coin"] if coin else []
         # Imported by name: the package is optional and untyped.
         workspace: Any = import_module("vowpalwabbit").Workspace
         self._vw = workspace(
@@ -79,7 +81,7 @@ class VowpalIds(ShopPlayer):
             ]
         )
 
-    def learn(self, feedback: Sequence[Feedback]) -> None:
+    def learn(self, feedback: Sequence[ShownItem]) -> None:
         for shown in feedback:
             label = 1 if shown.reward > 0 else -1
             self._vw.learn(f"{label} {self._text(shown.request, shown.position)} {self._items[shown.item]}")
