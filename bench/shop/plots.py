@@ -49,7 +49,7 @@ def plot_shop(report: Report, path: Path) -> None:
             axes.plot(ends, rates, color=colour, lw=2.4 if method == OURS else 1.3, label=label)
         axes.set(title=name, xlabel="slate", ylabel="clicks a slate, moving mean", xlim=(0, slates[-1]), ylim=(0, None))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", loc="lower right")
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -198,7 +198,9 @@ def _print_variant(found: Mapping[str, Any], slates: int, console: Console) -> N
         table.add_column(heading, justify="right")
     for name in by_clicks(methods):
         row = methods[name]
-        parts = [f"{row[f'{part}_mean']:.3f} ±{row[f'{part}_sd']:.3f}" for part in PARTS]
+        means, deviations = ([row[f"{part}_{kind}"] for part in PARTS] for kind in ("mean", "sd"))
+        several = len(row["clicks"]) > 1
+        parts = [f"{mean:.3f}" + (f" ±{sd:.3f}" if several else "") for mean, sd in zip(means, deviations, strict=True)]
         times = (f"{row['decision_ms']:.2f}", f"{row['update_ms']:.2f}")
         table.add_row(name, *parts, *times, f"{_mean(methods, name) / _mean(methods, best):.3f}" if best else "")
     console.print(table)
