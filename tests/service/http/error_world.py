@@ -33,7 +33,7 @@ USER = "Zoë-7"
 ASK: dict[str, Any] = {"user_id": USER, "arms": ARMS}
 JSON = "application/json"
 #: Short probes of the store.
-QUICK = {"metaban.service.engine.store_guard.PROBE_BUDGET_S": 0.2, "metaban.service.engine.store_guard.DOUBT_S": 0.05}
+QUICK = {"metaban.service.engine.store_guard.PROBE_BUDGET_S": 1.0, "metaban.service.engine.store_guard.DOUBT_S": 0.05}
 OWN_MEMBERS = {"type", "title", "status", "detail", "instance"}
 #: Value and expiry of each key.
 Dump: TypeAlias = dict[bytes, tuple[bytes, int]]

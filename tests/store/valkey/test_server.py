@@ -29,6 +29,7 @@ from tests.store.valkey.owner_processes import (
     until,
     wait_for_restart,
 )
+from tests.valkeys import eventually
 
 pytestmark = pytest.mark.single_node("the private server is one")
 
@@ -155,7 +156,7 @@ def test_a_stop_while_it_restarts_leaves_nothing_running(folder: Path) -> None:
         time.sleep(pause_s)
         server.stop()
         assert running(folder) == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "watch-valkey"]
+    eventually(lambda: all(thread.name != "watch-valkey" for thread in threading.enumerate()), "no thread watches")
 
 
 def test_the_callback_may_stop_the_server(folder: Path) -> None:
