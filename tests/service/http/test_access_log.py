@@ -18,14 +18,15 @@ async def test_log_line_has_key_and_sizes_but_no_path() -> None:
     with structlog.testing.capture_logs() as logs:
         async with scripted_app(ScriptedEngine(), client_keys={key.digest}, admin_keys={key.digest}) as client:
             client.headers["X-API-Key"] = key.key
-            answer = await client.post("/recommend?q=private", json=ASK)
+            answer = await client.post("/recommend", json=ASK)
+            await client.post("/recommend?q=private", json=ASK)
             await client.get("/private/path")
             await client.get("/admin/jobs/private%20job")
     lines = [line for line in logs if line["event"] == "request"]
     sent = len(answer.request.content)
     assert (lines[0]["bytes_in"], lines[0]["bytes_out"]) == (sent, len(answer.content))
     assert (lines[0]["key"], lines[0]["namespace"]) == (key.digest[:8], "default")
-    assert [line["route"] for line in lines] == ["/recommend", "unmatched", "/admin/jobs/{job_id}"]
+    assert [line["route"] for line in lines] == ["/recommend", "/recommend", "unmatched", "/admin/jobs/{job_id}"]
     assert "private" not in str([line for line in lines if line["status"] < 500])
     assert key.key not in str(logs)
     assert key.digest not in str(logs)

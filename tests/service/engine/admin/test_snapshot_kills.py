@@ -64,7 +64,7 @@ async def test_a_killed_restore(shop: Workshop, tmp_path: Path, valkey_url: str,
     desk = SnapshotAdmin(shop.redis, Settings(data_dir=tmp_path), shop.record)
     restores = RestoreStore(shop.redis, shop.keys, shop.record.store_id)
 
-    assert await metaban(valkey_url, tmp_path, "restore", manifest.id, die_at=place) == -signal.SIGKILL
+    assert await metaban(valkey_url, tmp_path, "restore", manifest.id, "--yes", die_at=place) == -signal.SIGKILL
 
     async def lease_is_over() -> bool:
         return not await shop.redis.exists(shop.keys.lease)
