@@ -104,7 +104,9 @@ class ValkeyCluster:
 
     def node_of(self, slot: int) -> Valkey:
         """The server of a slot, as the servers themselves report."""
-        return next(node for node in self.nodes if node.port == owner_of(self.nodes[0], slot))
+        port = owner_of(self.nodes[0], slot)
+        [owner] = [node for node in self.nodes if node.port == port]
+        return owner
 
     def give(self, slot: int, target: Valkey) -> None:
         """Assign an empty slot to a server."""
