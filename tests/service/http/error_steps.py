@@ -166,7 +166,12 @@ async def hanging(world: World) -> None:
 async def away(world: World) -> None:
     """The store hangs, and the service has noticed it."""
     await hanging(world)
-    assert (await world.http.get("/health/ready")).json()["checks"]["store"]["ok"] is False
+
+    async def noticed() -> bool:
+        checks = (await world.http.get("/health/ready")).json()["checks"]
+        return "store" in checks and not checks["store"]["ok"]
+
+    await soon(noticed)
 
 
 async def dead(world: World) -> None:

@@ -237,15 +237,18 @@ async def test_outage_is_not_vital_while_a_used_namespace_answers(tmp_path: Path
             assert (await http.get("/health/ready")).status_code == 503  # no namespace can answer
             server.resume()
 
-            async def ready() -> bool:
-                return (await http.get("/health/ready")).json()["status"] == "ready"
+            async def becomes(status: str) -> None:
+                async def ready() -> bool:
+                    answer = await http.get("/health/ready")
+                    return (answer.status_code, answer.json()["status"]) == (200, status)
 
-            await soon(ready)
+                await soon(ready, status)
+
+            await becomes("ready")
             await http.post("/recommend?namespace=shop", json=ASK)
             server.pause()
             try:
-                answer = await http.get("/health/ready")
-                assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+                await becomes("degraded")
                 served = await http.post("/recommend?namespace=shop", json=ASK)
                 assert (served.status_code, served.json()["logged"]) == (200, False)
             finally:
