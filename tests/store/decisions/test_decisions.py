@@ -81,7 +81,8 @@ async def put_without_index(
 
 async def test_a_decision_expires_unless_it_gets_into_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("metaban.store.decisions.decisions.UNNOTED_MS", 300)
-    with running_cluster(tmp_path) as cluster:
+    # Full coverage is not required: the others have to answer, however long the paused server is missed.
+    with running_cluster(tmp_path, "--cluster-require-full-coverage", "no") as cluster:
         client = connect(cluster.url)
         try:
             record = await NamespaceStore(client).open_or_create("shop", partitions=8, seed=0, learner={})
