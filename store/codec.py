@@ -1,7 +1,7 @@
 """Encoding of arrays and samples. Never pickle: reading a record must not be able to run code.
 
-Tensors are safetensors with a `format` entry in the metadata. Samples are many and small: a fixed little-endian header,
-the arm id and the raw float32 features.
+Tensors are safetensors with a `format` entry in the metadata. Samples are many and small: a little-endian header whose
+fields depend on the format, the arm id and the raw float32 features.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Final, cast, final
+from operator import attrgetter, itemgetter
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
@@ -43,28 +44,39 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "BOOL": np.dtype("?"),
 }
 
-#: Format of a sample with several rewards, with one, with one of an unknown range, and old format without a key.
-REPEATED_FORMAT: Final = 4
-
-SAMPLE_FORMAT: Final = 3
-
-RANGELESS_FORMAT: Final = 2
-
-KEYLESS_FORMAT: Final = 1
-
-#: Fields by format: format, length of the arm id in bytes, number of features, length of φ, reward, propensity, epoch,
-#: received_ms; then key and by_default; then the limits of the reward range; then first and total of earlier rewards.
-SAMPLE_HEADERS: Final[Mapping[int, struct.Struct]] = {
-    KEYLESS_FORMAT: struct.Struct("<BHIIddqq"),
-    RANGELESS_FORMAT: struct.Struct("<BHIIddqqQ?"),
-    SAMPLE_FORMAT: struct.Struct("<BHIIddqqQ?dd"),
-    REPEATED_FORMAT: struct.Struct("<BHIIddqqQ?dddd"),
-}
+#: Most arms of one decision. Samples of a place beyond it are not read, so it must not be lowered.
+ITEMS_MAX: Final = 100
 
 #: Key of a sample that is never combined with another.
 NO_KEY: Final = 0
 
 FLOAT32: Final = np.dtype("<f4")
+
+#: Format of a sample with one reward, with several, and with one of an unknown range. All others are of older versions.
+SAMPLE_FORMAT: Final = 5
+
+REPEATED_FORMAT: Final = 6
+
+RANGELESS_FORMAT: Final = 2
+
+#: Fields of `SampleHeader`, with their `struct` codes.
+SAMPLE_CODES: Final[Mapping[str, str]] = {
+    "form": "B",
+    "arm_bytes": "H",
+    "inputs": "I",
+    "notes": "I",
+    "reward": "d",
+    "propensity": "d",
+    "epoch": "q",
+    "received_ms": "q",
+    "key": "Q",
+    "by_default": "?",
+    "least": "d",
+    "greatest": "d",
+    "first": "d",
+    "total": "d",
+    "place": "H",
+}
 
 #: Untyped in the library: name, then dtype, shape and data of each tensor.
 _deserialize = cast(Callable[[bytes], list[tuple[str, dict[str, Any]]]], deserialize)
@@ -126,6 +138,67 @@ def _metadata(blob: bytes) -> dict[str, str]:
 
 
 @final
+class SampleHeader(NamedTuple):
+    """The numbers of an encoded sample; a field that its format lacks has its default."""
+
+    form: int
+    arm_bytes: int
+    inputs: int
+    notes: int  # length of φ
+    reward: float
+    propensity: float
+    epoch: int
+    received_ms: int
+    key: int = NO_KEY
+    by_default: bool = False
+    least: float | None = None  # of the reward range
+    greatest: float | None = None
+    first: float | None = None  # of the earlier rewards
+    total: float | None = None
+    place: int = 0
+
+
+SAMPLE_DEFAULTS: Final = tuple(SampleHeader._field_defaults.values())
+
+
+@final
+class SampleLayout:
+    """Fields of the header of one format, in order."""
+
+    def __init__(self, *fields: str) -> None:
+        self._packed = struct.Struct("<" + "".join(SAMPLE_CODES[name] for name in fields))
+        self._fields = attrgetter(*fields)
+        # Where each field of a header is in the unpacked numbers followed by the defaults. Samples are read by the
+        # thousand, and this is twice as fast as by name.
+        numbers = [*fields, *SampleHeader._field_defaults]
+        self._complete = itemgetter(*map(numbers.index, SampleHeader._fields))
+        self.size = self._packed.size
+
+    def pack(self, header: SampleHeader) -> bytes:
+        return self._packed.pack(*self._fields(header))
+
+    def unpack(self, blob: bytes) -> SampleHeader:
+        return SampleHeader._make(self._complete(self._packed.unpack_from(blob) + SAMPLE_DEFAULTS))
+
+
+_FIRST_FIELDS: Final = ("form", "arm_bytes", "inputs", "notes", "reward", "propensity", "epoch", "received_ms")
+
+_KEY_FIELDS: Final = (*_FIRST_FIELDS, "key", "by_default")
+
+_RANGE_FIELDS: Final = (*_KEY_FIELDS, "least", "greatest")
+
+#: Layouts by format.
+SAMPLE_LAYOUTS: Final[Mapping[int, SampleLayout]] = {
+    1: SampleLayout(*_FIRST_FIELDS),
+    2: SampleLayout(*_KEY_FIELDS),
+    3: SampleLayout(*_RANGE_FIELDS),
+    4: SampleLayout(*_RANGE_FIELDS, "first", "total"),
+    5: SampleLayout(*_RANGE_FIELDS, "place"),
+    6: SampleLayout(*_RANGE_FIELDS, "first", "total", "place"),
+}
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class EarlierRewards:
     """What is kept of the rewards of a sample before the latest: enough for every rule for repeated rewards."""
@@ -155,6 +228,8 @@ class Sample:
     reward_range: RewardRange | None = None
     #: None while there is one reward.
     earlier: EarlierRewards | None = None
+    #: Index of the arm in its decision, from 0; 0 in old samples.
+    place: int = 0
 
     def encode(self) -> bytes:
         arm = self.arm_id.encode()
@@ -162,14 +237,16 @@ class Sample:
         phi = np.ascontiguousarray(self.phi, dtype=FLOAT32)
         if features.ndim != 1 or phi.ndim != 1:
             raise ValueError(f"features and φ must be vectors, not of shapes {features.shape} and {phi.shape}")
+        if not 0 <= self.place < ITEMS_MAX:
+            raise ValueError(f"the place of an arm must be between 0 and {ITEMS_MAX - 1}, not {self.place}")
         sent_in, earlier = self.reward_range, self.earlier
         if sent_in is None:
-            if earlier is not None:
-                raise ValueError("a sample with several rewards needs the range of the latest")
+            if earlier is not None or self.place:
+                raise ValueError("a sample with several rewards or a place needs the range of its latest reward")
             form = RANGELESS_FORMAT
         else:
             form = SAMPLE_FORMAT if earlier is None else REPEATED_FORMAT
-        header = SAMPLE_HEADERS[form].pack(
+        header = SampleHeader(
             form,
             len(arm),
             features.size,
@@ -180,28 +257,32 @@ class Sample:
             self.received_ms,
             self.key,
             self.by_default,
-            *(() if sent_in is None else (sent_in.least, sent_in.greatest)),
-            *(() if earlier is None else (earlier.first, earlier.total)),
+            None if sent_in is None else sent_in.least,
+            None if sent_in is None else sent_in.greatest,
+            None if earlier is None else earlier.first,
+            None if earlier is None else earlier.total,
+            self.place,
         )
-        return header + arm + features.tobytes() + phi.tobytes()
+        return SAMPLE_LAYOUTS[form].pack(header) + arm + features.tobytes() + phi.tobytes()
 
     @staticmethod
     def decode(blob: bytes) -> Sample:
         header, arm, start = _sample_header(blob)
-        _, _, d, _, reward, propensity, epoch, received_ms, *more = header
-        key, by_default = more[:2] or (NO_KEY, False)
         numbers = np.frombuffer(blob, dtype=FLOAT32, offset=start).copy()
+        reward_range, earlier = _rewards(header)
         return Sample(
-            numbers[:d],
-            reward,
-            propensity,
-            epoch,
-            received_ms,
+            numbers[: header.inputs],
+            header.reward,
+            header.propensity,
+            header.epoch,
+            header.received_ms,
             arm.decode(),
-            numbers[d:],
-            key,
-            by_default,
-            *_rewards(header),
+            numbers[header.inputs :],
+            header.key,
+            header.by_default,
+            reward_range,
+            earlier,
+            header.place,
         )
 
 
@@ -218,27 +299,28 @@ def check_samples(blobs: Sequence[bytes]) -> set[tuple[int, int]]:
     for blob in blobs:
         header, _, start = _sample_header(blob)
         _rewards(header)
-        sizes.add((header[2], header[3]))
+        sizes.add((header.inputs, header.notes))
         numbers.append(blob[start:])
     if not np.isfinite(np.frombuffer(b"".join(numbers), dtype=FLOAT32)).all():
         raise CorruptRecord("the numbers of a sample are not finite")
     return sizes
 
 
-def _sample_header(blob: bytes) -> tuple[tuple[Any, ...], bytes, int]:
-    """Header fields, arm id and offset of the features; CorruptRecord if the sample is incomplete or invalid."""
-    layout = SAMPLE_HEADERS.get(blob[0]) if blob else None
+def _sample_header(blob: bytes) -> tuple[SampleHeader, bytes, int]:
+    """Header, arm id and offset of the features; CorruptRecord if the sample is incomplete or invalid."""
+    layout = SAMPLE_LAYOUTS.get(blob[0]) if blob else None
     if blob and layout is None:
         raise CorruptRecord(f"a sample has the unknown format {blob[0]}")
     if layout is None or len(blob) < layout.size:
         raise CorruptRecord("a sample is cut short")
-    header = layout.unpack_from(blob)
-    _, arm_bytes, d, q, reward, propensity, *_ = header
-    start = layout.size + arm_bytes
-    if len(blob) != start + (d + q) * FLOAT32.itemsize:
+    header = layout.unpack(blob)
+    start = layout.size + header.arm_bytes
+    if len(blob) != start + (header.inputs + header.notes) * FLOAT32.itemsize:
         raise CorruptRecord("a sample has the wrong length")
-    if not (math.isfinite(reward) and math.isfinite(propensity)):
+    if not (math.isfinite(header.reward) and math.isfinite(header.propensity)):
         raise CorruptRecord("the reward or propensity of a sample is not finite")
+    if header.place >= ITEMS_MAX:
+        raise CorruptRecord(f"a sample has the place {header.place}, and decisions have at most {ITEMS_MAX} arms")
     arm = blob[layout.size : start]
     try:
         arm.decode()
@@ -247,14 +329,16 @@ def _sample_header(blob: bytes) -> tuple[tuple[Any, ...], bytes, int]:
     return header, arm, start
 
 
-def _rewards(header: tuple[Any, ...]) -> tuple[RewardRange | None, EarlierRewards | None]:
+def _rewards(header: SampleHeader) -> tuple[RewardRange | None, EarlierRewards | None]:
     """Reward range and earlier rewards of a sample's header; None where its format has none."""
-    least, greatest, *earlier = header[10:] or (None, None)
-    if least is None:
+    if header.least is None or header.greatest is None:
         return None, None
-    if not all(map(math.isfinite, earlier)):
-        raise CorruptRecord("the earlier rewards of a sample are not finite")
     try:
-        return RewardRange(least, greatest), EarlierRewards(*earlier) if earlier else None
+        reward_range = RewardRange(header.least, header.greatest)
     except ValueError as error:
         raise CorruptRecord(f"the reward range of a sample is invalid: {error}") from error
+    if header.first is None or header.total is None:
+        return reward_range, None
+    if not (math.isfinite(header.first) and math.isfinite(header.total)):
+        raise CorruptRecord("the earlier rewards of a sample are not finite")
+    return reward_range, EarlierRewards(header.first, header.total)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from metaban.store.codec import FLOAT32, Sample, empty_phi, sample_key
+from metaban.store.codec import FLOAT32, ITEMS_MAX, Sample, empty_phi, sample_key
 from metaban.store.decisions.decisions import DecisionRecord
 from metaban.store.errors import CorruptRecord
 from metaban.store.reward_rules import RewardRange
@@ -52,6 +52,7 @@ class RewardEvent:
     incarnation: int = 0  # of the user at decision time; the reward counts for this one only
     by_default: bool = False  # a default reward, since none came in time
     reward_range: RewardRange | None = None  # range that it was sent in; None in old events
+    place: int = 0  # index of the arm in its decision; 0 in old events
 
     @staticmethod
     def of(
@@ -81,6 +82,7 @@ class RewardEvent:
             incarnation=decision.incarnation,
             by_default=by_default,
             reward_range=reward_range,
+            place=place,
         )
 
     def encode(self) -> dict[bytes, bytes]:
@@ -102,6 +104,7 @@ class RewardEvent:
             b"i": str(int(self.incarnation)).encode(),
             b"z": str(int(self.by_default)).encode(),
             b"g": b"" if sent_in is None else f"{float(sent_in.least)!r} {float(sent_in.greatest)!r}".encode(),
+            b"k": str(int(self.place)).encode(),
         }
 
     @staticmethod
@@ -125,12 +128,15 @@ class RewardEvent:
                 incarnation=int(fields.get(b"i", b"0")),
                 by_default=fields.get(b"z", b"0") != b"0",
                 reward_range=_decode_range(fields.get(b"g", b"")),
+                place=int(fields.get(b"k", b"0")),
             )
         except (KeyError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             raise CorruptRecord(f"not a reward event: {type(error).__name__}") from error
         whole = (event.epoch, event.decided_ms, event.received_ms, event.incarnation)
         if not all(abs(number) <= INT64_MAX for number in whole):
             raise CorruptRecord("a number of a reward event is out of range")
+        if not 0 <= event.place < ITEMS_MAX:
+            raise CorruptRecord("the place of a reward event is out of range")
         numbers = np.concatenate([[event.reward, event.propensity], event.features, event.phi])
         if not np.isfinite(numbers).all():
             raise CorruptRecord("a number of a reward event is not finite")
@@ -149,6 +155,7 @@ class RewardEvent:
             sample_key(self.decision_id, self.arm_id),
             self.by_default,
             self.reward_range,
+            place=self.place,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 from metaban.store import codec
 from metaban.store.codec import (
     DTYPES,
+    ITEMS_MAX,
     EarlierRewards,
     Sample,
     check_samples,
@@ -37,6 +38,19 @@ def keyless(sample: Sample) -> bytes:
     return head + arm + sample.features.tobytes() + sample.phi.tobytes()
 
 
+def placeless(sample: Sample) -> bytes:
+    """A sample as stored before samples had a place: formats 3 (one reward) and 4 (several)."""
+    arm, earlier, sent_in = sample.arm_id.encode(), sample.earlier, sample.reward_range
+    assert sent_in is not None
+    numbers = [len(arm), sample.features.size, sample.phi.size, sample.reward, sample.propensity, sample.epoch]
+    numbers += [sample.received_ms, sample.key, sample.by_default, sent_in.least, sent_in.greatest]
+    if earlier is None:
+        head = struct.pack("<BHIIddqqQ?dd", 3, *numbers)
+    else:
+        head = struct.pack("<BHIIddqqQ?dddd", 4, *numbers, earlier.first, earlier.total)
+    return head + arm + sample.features.tobytes() + sample.phi.tobytes()
+
+
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 ARRAYS = st.sampled_from(list(DTYPES.values())).flatmap(
     lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
@@ -51,18 +65,23 @@ SAMPLES = st.builds(
     arm_id=TEXT,
     key=st.integers(0, 2**64 - 1),
     by_default=st.booleans(),
-    reward_range=st.none() | st.builds(RewardRange, st.floats(-1e30, 0), st.floats(0, 1e30, exclude_min=True)),
+    reward_range=st.builds(RewardRange, st.floats(-1e30, 0), st.floats(0, 1e30, exclude_min=True)),
+    place=st.integers(0, ITEMS_MAX - 1),
 )
-REPEATED = Sample(
-    np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm", reward_range=RewardRange(-5, 5), earlier=EarlierRewards(0.5, 2)
-)
+#: Samples without a reward range have no place either.
+RANGELESS = SAMPLES.map(lambda sample: replace(sample, reward_range=None, place=0))
+ONE = Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm", reward_range=RewardRange(-5, 5), place=7)
+REPEATED = replace(ONE, earlier=EarlierRewards(0.5, 2))
+PLAIN = replace(ONE, reward_range=None, place=0)
 ITEM = DecidedItem("arm", 1, 0.5, 0.4, 0.1, 0.98, 3)
 RECORDS = [
     (encode_tensors({"a": np.eye(3), "b": np.zeros(0, np.float32)}, {"k": "v"}), decode_tensors),
-    (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm", reward_range=RewardRange(-5, 5)).encode(), Sample.decode),
+    (ONE.encode(), Sample.decode),
     (REPEATED.encode(), Sample.decode),
-    (Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm").encode(), Sample.decode),
-    (keyless(Sample(np.ones(3, np.float32), 1.0, 0.5, 2, 3, "arm")), Sample.decode),
+    (placeless(ONE), Sample.decode),
+    (placeless(REPEATED), Sample.decode),
+    (PLAIN.encode(), Sample.decode),
+    (keyless(PLAIN), Sample.decode),
     (Epoch(1, 2, {"mu": np.ones(4)}, ("ann",), 5).encode(), Epoch.decode),
     (
         DecisionRecord(
@@ -75,11 +94,20 @@ RECORD_NAMES = [
     "tensors",
     "sample",
     "sample with several rewards",
+    "sample without place",
+    "sample with several rewards without place",
     "sample without range",
     "sample without key",
     "epoch",
     "decision",
 ]
+
+
+def assert_same(back: Sample, sample: Sample) -> None:
+    """Compare all fields: samples have no equality."""
+    for each in fields(Sample):
+        one, two = getattr(back, each.name), getattr(sample, each.name)
+        assert np.array_equal(one, two) if isinstance(two, np.ndarray) else one == two, each.name
 
 
 @given(
@@ -119,24 +147,40 @@ def test_unsupported_arrays_are_refused():
         Sample(np.zeros((2, 2), np.float32), 0.0, 1.0, 0, 0, "arm").encode()
 
 
-@given(SAMPLES)
+@given(SAMPLES | RANGELESS)
 def test_sample_round_trip(sample):
-    back = Sample.decode(sample.encode())
-    assert np.array_equal(back.features, sample.features)
-    for name in ("reward", "propensity", "epoch", "received_ms", "arm_id", "key", "by_default", "reward_range"):
-        assert getattr(back, name) == getattr(sample, name)
+    assert_same(Sample.decode(sample.encode()), sample)
 
 
 @given(SAMPLES, st.floats(0, 1), st.floats(-1e33, 1e33))
 def test_samples_with_several_rewards_round_trip(sample, first, total):
     several = replace(sample, earlier=EarlierRewards(first, total))
-    if several.reward_range is None:
-        with pytest.raises(ValueError, match="range"):
-            several.encode()
-        return
-    back = Sample.decode(several.encode())
-    assert (back.earlier, back.reward, back.reward_range) == (several.earlier, several.reward, several.reward_range)
-    assert np.array_equal(back.features, sample.features)
+    assert_same(Sample.decode(several.encode()), several)
+
+
+@pytest.mark.parametrize("more", [{"earlier": EarlierRewards(0.5, 1)}, {"place": 1}], ids=["earlier rewards", "place"])
+def test_newer_parts_need_a_range(more):
+    with pytest.raises(ValueError, match="range"):
+        replace(PLAIN, **more).encode()
+
+
+@pytest.mark.parametrize("place", [-1, ITEMS_MAX, 70_000])
+def test_a_sample_with_an_impossible_place_is_refused(place):
+    with pytest.raises(ValueError, match="place"):
+        replace(ONE, place=place).encode()
+    for sample in (ONE, REPEATED) if place >= 0 else ():
+        blob = bytearray(sample.encode())
+        end = len(blob) - sample.features.nbytes - len(sample.arm_id)
+        blob[end - 2 : end] = min(place, 2**16 - 1).to_bytes(2, "little")
+        for read in (Sample.decode, lambda blob: check_samples([blob])):
+            with pytest.raises(CorruptRecord, match="place"):
+                read(bytes(blob))
+
+
+@given(SAMPLES, st.none() | st.builds(EarlierRewards, st.floats(0, 1), st.floats(-1e33, 1e33)))
+def test_samples_without_a_place_are_still_read(sample, earlier):
+    stored = replace(sample, earlier=earlier)
+    assert_same(Sample.decode(placeless(stored)), replace(stored, place=0))
 
 
 @pytest.mark.parametrize("wrong", [(float("nan"), 1), (1, float("inf"))])
@@ -171,9 +215,12 @@ def test_a_sample_with_an_invalid_range_is_refused(wrong):
             read(blob)
 
 
-@given(st.lists(SAMPLES.filter(lambda sample: np.isfinite(sample.features).all()), max_size=5), st.data())
+@given(st.lists((SAMPLES | RANGELESS).filter(lambda sample: np.isfinite(sample.features).all()), max_size=5), st.data())
 def test_snapshots_take_samples_of_all_formats(samples, data):
-    blobs = [keyless(sample) if data.draw(st.booleans()) else sample.encode() for sample in samples]
+    writers = (keyless, placeless, Sample.encode)
+    blobs = [
+        data.draw(st.sampled_from([w for w in writers if w is not placeless or s.reward_range]))(s) for s in samples
+    ]
     assert check_samples(blobs) == {(sample.features.size, sample.phi.size) for sample in samples}
 
 

@@ -63,6 +63,7 @@ def _merged(before: Sample, after: Sample, assumed: RewardRange) -> Sample:
         received_ms=after.received_ms,
         reward_range=after.reward_range or assumed,
         earlier=EarlierRewards(first, total),
+        place=max(before.place, after.place),  # equal, unless an older version stored one without it, as 0
     )
 
 

@@ -13,8 +13,6 @@ MAX_MAGNITUDE: Final = 1e30
 
 MAX_ID_CHARS: Final = 256
 
-MAX_ITEMS: Final = 100
-
 MAX_EVENTS: Final = 1000
 
 DECISION_ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"

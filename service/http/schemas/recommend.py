@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from metaban.service.http.schemas.arms import ArmIn
 from metaban.service.http.schemas.examples import FIRST_ORDER, FROM_CATALOGUE, SECOND_ORDER, THIRD_ORDERS
-from metaban.service.http.schemas.fields import MAX_ITEMS, DecisionId, FeaturesIn, Identifier, RequestModel
+from metaban.service.http.schemas.fields import DecisionId, FeaturesIn, Identifier, RequestModel
+from metaban.store.codec import ITEMS_MAX
 
 MAX_INT64: Final = 2**63 - 1
 
@@ -56,7 +57,7 @@ class RecommendRequest(RequestModel):
     k: int = Field(
         default=1,
         ge=1,
-        le=MAX_ITEMS,
+        le=ITEMS_MAX,
         description="Number of arms to choose; at most the number of `arms`. A smaller catalogue returns fewer.",
     )
     context: FeaturesIn | None = Field(

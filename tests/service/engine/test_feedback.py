@@ -208,6 +208,17 @@ async def test_baseline_decisions_are_not_learned(service: httpx.AsyncClient, cl
     assert (await (await users(client)).counters())["enqueued"] == 0
 
 
+async def test_the_place_of_an_arm_is_stored_with_its_reward(redis: Redis, client: Redis, valkey_url: str) -> None:
+    async with served(valkey_url) as (service, _), worker_running(valkey_url):
+        shown = [item["arm_id"] for item in (await ask(service, "d", k=3))["items"]]
+        events = [{"decision_id": "d", "arm_id": arm, "reward": 1} for arm in reversed(shown)]
+        again = {"decision_id": "d", "arm_id": shown[1], "reward": 0.5, "event_id": "again"}
+        for body in ({"events": events}, again):
+            assert (await service.post("/feedback?wait=applied", json=body)).json()["applied"]
+        kept = (await (await users(client)).load_samples(["u"]))["u"]
+        assert {sample.arm_id: sample.place for sample in kept} == {arm: place for place, arm in enumerate(shown)}
+
+
 class TestIdempotencyKey:
     async def test_idempotency_key_is_the_event_id(self, service: httpx.AsyncClient) -> None:
         await ask(service, "d", k=2)

@@ -16,6 +16,7 @@ from metaban.store.namespaces import NamespaceStore
 from metaban.store.reward_rules import RewardRange
 from metaban.store.shared.partition_leases import PartitionLeases
 from metaban.store.users.users import COUNTERS
+from tests.store.helpers import make_decision
 from tests.worker.workshop import make_event
 
 
@@ -40,6 +41,17 @@ def test_an_event_keeps_the_range_it_was_sent_in(make_event):
     )
 
 
+def test_an_event_keeps_the_place_of_its_arm():
+    decision = make_decision()
+    for place in range(2):
+        event = RewardEvent.of(decision, place, 1, RewardRange(0, 1), event_id="e", received_ms=5)
+        assert (event.arm_id, event.place) == (decision.items[place].arm_id, place)
+        back = RewardEvent.decode(event.encode())
+        assert back.place == back.sample().place == place
+    before = {name: value for name, value in event.encode().items() if name != b"k"}
+    assert RewardEvent.decode(before).place == 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -57,6 +69,10 @@ def test_an_event_keeps_the_range_it_was_sent_in(make_event):
         (b"g", b"0 1 2"),
         (b"g", b"0 nan"),
         (b"g", b"a b"),
+        (b"k", b""),
+        (b"k", b"-1"),
+        (b"k", b"1.5"),
+        (b"k", b"100"),
     ],
 )
 def test_malformed_event_is_refused(make_event, field, value):

@@ -47,7 +47,18 @@ def logs(draw: st.DrawFn) -> list[Sample]:
     """Samples with few keys, so that keys repeat."""
     sizes = draw(st.lists(st.tuples(st.integers(0, 4), REWARDS, st.booleans(), RANGES), max_size=12))
     return [
-        Sample(np.full(2, key), reward, 0.5, key, time, str(key), key=key, by_default=by_default, reward_range=sent_in)
+        Sample(
+            np.full(2, key),
+            reward,
+            0.5,
+            key,
+            time,
+            str(key),
+            key=key,
+            by_default=by_default,
+            reward_range=sent_in,
+            place=0 if sent_in is None else key,  # old samples have none
+        )
         for time, (key, reward, by_default, sent_in) in enumerate(sizes)
     ]
 
@@ -102,6 +113,9 @@ def test_it_equals_the_slow_version(samples: list[Sample], rules: RewardRules, d
     assert [sample.reward for sample in view] == pytest.approx([reward for _, reward in slowly(samples, rules)])
     for sample in view:
         assert sample.features.tolist() == [sample.key] * 2
+        of_key = [each for each in samples if each.key == sample.key]
+        counted = [each for each in of_key if not each.by_default] or of_key[:1]
+        assert sample.place == max(each.place for each in counted)
         assert sample.by_default == all(each.by_default for each in samples if each.key == sample.key) or not sample.key
     assert list(combine_rewards(view, rules)) == list(view)
 
