@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -19,8 +21,22 @@ from metaban.models.numerics.arrays import Array, Arrays, at_most, library_of, o
 from metaban.models.numerics.slates import Slates
 from metaban.models.posterior_draws import Draws
 
+#: Key of an arm without an id: it is known by its features alone.
+NO_ARM_KEY: Final = 0
+
+#: Size of the cache of keys.
+ARM_KEYS_CACHED: Final = 65_536
+
 #: The tensors of one user (or, with a leading dimension, of many), by field name.
 State = dict[str, Tensor]
+
+
+@lru_cache(maxsize=ARM_KEYS_CACHED)
+def arm_key(arm_id: str) -> int:
+    """A number that stands for an arm's id in arrays, below 2⁶³; the same in every process and version."""
+    if not arm_id:
+        return NO_ARM_KEY
+    return int.from_bytes(blake2b(arm_id.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +52,8 @@ class UserBatch:
     phi: Array  # [B, S, q]: the notes that `score` returned with the decision
     epochs: Array  # [B, S] int64: the epoch of the decision
     starts: Array  # [B, start_size] float64: warm starts, 0 for users without one; [B, 0] when no user has one
+    arm_keys: Array  # [B, S] int64: `arm_key` of the arm's id
+    places: Array  # [B, S] int64: the arm's place in its slate, from 0
 
 
 @dataclass(slots=True)  # made for every request; frozen, it would take three times as long
@@ -48,6 +66,7 @@ class Query:
     own_row: Array  # [R] int64: the requesting user's row in the pool, −1 for none
     own_events: Array  # [R] int64
     draws: Draws | None = None  # posterior draws of each arm, if requested
+    arm_keys: Array | None = None  # [N] int64: `arm_key` of each arm's id; None when arms have no ids
 
     @property
     def requests(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from metaban.models.features import FeatureLayout, assemble, infer_layout
-from metaban.models.learner import Learner, State, UserBatch
+from metaban.models.learner import Learner, State, UserBatch, arm_key
 from metaban.models.policies import Policy, Slate, decision_draws, draw_slate
 from metaban.models.posterior_draws import draws_seed
 from metaban.models.presets import build_learner
@@ -27,7 +27,8 @@ from metaban.worker.learning.trainer import USERS_PER_FIT, FitInput, Trainer
 @final
 @dataclass(slots=True)  # made at every decision; frozen dataclasses take three times as long
 class LoopDecision:
-    """A decision: the arm's place, its input to the learner, its φ, propensity, score, epoch and the user's events."""
+    """A decision: the chosen row, its input to the learner, its φ, propensity, score, epoch and the user's events; the
+    arm's id, empty for none, and its place in the slate."""
 
     arm: int
     inputs: NDArray[np.float32]
@@ -36,6 +37,8 @@ class LoopDecision:
     score: float
     epoch: int
     user_events: int
+    arm_id: str
+    place: int
 
 
 @final
@@ -77,19 +80,29 @@ class LocalLoop:
         arms: Sequence[Sequence[float]],
         decision_id: str,
         context: Sequence[float] | None = None,
+        arm_ids: Sequence[str] | None = None,
     ) -> LoopDecision:
         """Choose one arm for a user; users that the model no longer holds are loaded, as in the service."""
-        [chosen] = self.choose_slate(user_id, assemble(self.layout, arms, context), 1, decision_id)
+        [chosen] = self.choose_slate(user_id, assemble(self.layout, arms, context), 1, decision_id, arm_ids)
         return chosen
 
     def choose_slate(
-        self, user_id: str, inputs: NDArray[np.float32], size: int, decision_id: str
+        self,
+        user_id: str,
+        inputs: NDArray[np.float32],
+        size: int,
+        decision_id: str,
+        arm_ids: Sequence[str] | None = None,
     ) -> list[LoopDecision]:
-        """Choose `size` arms, first place first, by their inputs [n, d]; each arm is a decision that takes a reward."""
+        """Choose `size` arms, first place first, by their inputs [n, d]; each arm is a decision that takes a reward.
+
+        Without `arm_ids` the learner knows arms by their inputs alone.
+        """
         known = self._states.get(user_id) or self._started(user_id)
         policy = self._policy
         seed = draws_seed(self._seed, decision_id) if policy.draws else 0
-        request = ScoreRequest(user_id, inputs, known, draws=policy.draws, seed=seed)
+        keys = None if arm_ids is None else np.array([arm_key(arm_id) for arm_id in arm_ids])
+        request = ScoreRequest(user_id, inputs, known, draws=policy.draws, seed=seed, arm_keys=keys)
 
         def draw(scores: ArmScores) -> Slate:
             shares = decision_draws(self._seed, decision_id)
@@ -106,8 +119,10 @@ class LocalLoop:
                 float(scores.mean[arm] + scores.bonus[arm]),
                 scores.epoch,
                 scores.user_events,
+                "" if arm_ids is None else arm_ids[arm],
+                place,
             )
-            for arm, propensity in zip(made.slate.chosen, made.slate.propensities, strict=True)
+            for place, (arm, propensity) in enumerate(zip(made.slate.chosen, made.slate.propensities, strict=True))
         ]
 
     def start(self, user_id: str, start: NDArray[np.float64]) -> None:
@@ -136,7 +151,9 @@ class LocalLoop:
 
     def learn(self, user_id: str, choice: LoopDecision, reward: float) -> None:
         """Apply one event, and publish an epoch if it is due."""
-        sample = Sample(choice.inputs, reward, choice.propensity, choice.epoch, 0, "", choice.phi)
+        sample = Sample(
+            choice.inputs, reward, choice.propensity, choice.epoch, 0, choice.arm_id, choice.phi, place=choice.place
+        )
         kept = self._samples.setdefault(user_id, [])
         kept.append(sample)
         del kept[: -self._samples_kept]

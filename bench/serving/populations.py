@@ -158,6 +158,8 @@ def batch_of(features: NDArray[np.float32], rewards: NDArray[np.float32], learne
         phi=torch.zeros(count, samples, learner.noted, dtype=learner.dtype),
         epochs=torch.zeros(count, samples, dtype=torch.int64),
         starts=torch.zeros(count, learner.start_size, dtype=torch.float64),
+        arm_keys=torch.zeros(count, samples, dtype=torch.int64),
+        places=torch.zeros(count, samples, dtype=torch.int64),
     )
 
 

@@ -38,6 +38,8 @@ class ShippedPlayer(ShopPlayer):
         )
         table = ArmTable.of({f"{place:0{ID_DIGITS}}": features for place, features in enumerate(described)})
         self._arms = EncodedArms.of(table, layout, None)
+        #: Ids by item; items have the ids of their categories where ids are hidden.
+        self._ids = [f"i{identity}" for identity in catalogue.identities.tolist()]
         method = LearnerMethod(named_settings("default", seed=seed), layout, seed=seed)
         self._loop = method.loop
         self.settings = method.settings
@@ -45,7 +47,8 @@ class ShippedPlayer(ShopPlayer):
 
     def recommend(self, request: ShopRequest, eligible: Places, size: int) -> Places:
         inputs = self._arms.inputs(eligible, _context(request))
-        chosen = self._loop.choose_slate(f"user-{request.user}", inputs, size, str(request.number))
+        ids = [self._ids[item] for item in eligible.tolist()]
+        chosen = self._loop.choose_slate(f"user-{request.user}", inputs, size, str(request.number), ids)
         shown = eligible[[decision.arm for decision in chosen]]
         self._open |= {(request.number, int(item)): made for item, made in zip(shown, chosen, strict=True)}
         return shown

@@ -119,6 +119,8 @@ class GroupQuery:
     context: Features | None
     #: Members to list.
     limit: int
+    #: None for an arm that is known by its features alone.
+    arm_id: str | None = None
 
 
 @final

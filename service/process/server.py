@@ -37,6 +37,10 @@ from metaban.store.valkey.server import EmbeddedServer
 #: Time limit of requests in progress after the listener has closed.
 DRAIN_REQUESTS_S: Final = 10
 
+#: How long a connection may wait for its next request. Clients and proxies close theirs after 5 to 60 s; were the
+#: service first, a request that is on its way would be lost. Idle connections are closed earlier when room is short.
+KEEP_ALIVE_S: Final = 75
+
 #: Length of the kernel's queue of connections not accepted yet.
 ACCEPT_QUEUE: Final = 2048
 
@@ -195,6 +199,7 @@ async def _serve_requests(
         server_header=False,
         proxy_headers=False,
         backlog=ACCEPT_QUEUE,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=DRAIN_REQUESTS_S,
     )
     async with app.router.lifespan_context(app):

@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -102,3 +104,17 @@ def test_idle_sockets_do_not_keep_other_clients_out(redis: object, valkey_url: s
                 probe = neighbour.get("/health/live", headers={"Connection": "close"})
                 assert probe.status_code == 200
             assert idle.opened > before
+
+
+def test_a_connection_outlives_the_pause_of_a_quiet_client(redis: object, valkey_url: str, tmp_path: Path) -> None:
+    """httpx, for one, uses a connection again after up to 5 s; a service that closes it then loses the request."""
+    with service(tmp_path, valkey_url) as url:
+        connection = HTTPConnection(urlsplit(url).netloc, timeout=WAIT_S)
+        for pause_s in (0.0, 6.0):
+            time.sleep(pause_s)
+            connection.request("GET", "/health/live")
+            answer = connection.getresponse()
+            assert answer.status == 200
+            assert answer.read()
+            assert not answer.will_close
+        connection.close()

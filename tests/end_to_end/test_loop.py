@@ -94,7 +94,8 @@ def test_the_benchmarked_loop_equals_the_service(tmp_path: Path, preset: str, po
     measured = []
     for number in range(rounds):
         asked = world.next_round()
-        choice = loop.choose(asked.user_id, asked.arms.tolist(), f"round-{number}")
+        ids = [str(place) for place in range(len(asked.arms))]
+        choice = loop.choose(asked.user_id, asked.arms.tolist(), f"round-{number}", arm_ids=ids)
         loop.learn(asked.user_id, choice, world.reward(asked, choice.arm))
         measured.append(choice)
     epochs = [choice.epoch for choice in measured]

@@ -141,6 +141,8 @@ def batch_of(people: list[UserHistory], dtype: torch.dtype = torch.float64, *, p
         phi=padded([person.phi for person in people], 5.0),
         epochs=padded([person.epochs for person in people], 9).to(torch.int64),
         starts=torch.zeros(len(people), 0, dtype=torch.float64),
+        arm_keys=torch.zeros(len(people), longest, dtype=torch.int64),
+        places=torch.zeros(len(people), longest, dtype=torch.int64),
     )
 
 

@@ -138,6 +138,8 @@ def batch(users: int, samples: int, noted: int = 0, start_size: int = 0) -> User
         phi=torch.zeros(users, samples, noted, device=CUDA),
         epochs=torch.zeros(users, samples, dtype=torch.int64, device=CUDA),
         starts=torch.zeros(users, start_size, dtype=torch.float64, device=CUDA),
+        arm_keys=torch.zeros(users, samples, dtype=torch.int64, device=CUDA),
+        places=torch.zeros(users, samples, dtype=torch.int64, device=CUDA),
     )
 
 

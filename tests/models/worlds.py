@@ -175,6 +175,8 @@ def batch_of(people: list[Person], dtype: torch.dtype, *, draw: list[int] | None
         phi=features.new_zeros((*features.shape[:2], 0)),
         epochs=torch.zeros(features.shape[:2], dtype=torch.int64),
         starts=torch.zeros(len(people), 0, dtype=torch.float64),
+        arm_keys=torch.zeros(features.shape[:2], dtype=torch.int64),
+        places=torch.zeros(features.shape[:2], dtype=torch.int64),
     )
 
 

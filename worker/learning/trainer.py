@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaban.models.learner import Learner, Query, State, UserBatch
+from metaban.models.learner import Learner, Query, State, UserBatch, arm_key
 from metaban.models.numerics.arrays import Array, Arrays, as_arrays, numpy_kind
 from metaban.models.numerics.slates import Slates
 from metaban.store.codec import Sample
@@ -94,7 +94,8 @@ class Trainer:
         shape, kind = (len(fit_inputs), longest), numpy_kind(self.learner.dtype)
         features = np.zeros((*shape, self.learner.input_size), dtype=kind)
         phi = np.zeros((*shape, self.learner.noted), dtype=kind)
-        rewards, epochs = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+        rewards = np.zeros(shape)
+        epochs, arm_keys, places = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         counts = np.array([len(samples) for samples in views], dtype=np.int64)
         starts = np.zeros((len(fit_inputs), self.learner.start_size))
         for row, fit_input in enumerate(fit_inputs):
@@ -108,6 +109,8 @@ class Trainer:
             phi[valid] = _rows([sample.phi for sample in samples], phi.shape[-1])
             rewards[valid] = [sample.reward for sample in samples]
             epochs[valid] = [sample.epoch for sample in samples]
+            arm_keys[valid] = [arm_key(sample.arm_id) for sample in samples]
+            places[valid] = [sample.place for sample in samples]
         given: Callable[[np.ndarray], Array] = (lambda array: array) if as_numpy else self._tensor
         return UserBatch(
             features=given(features),
@@ -118,6 +121,8 @@ class Trainer:
             phi=given(phi),
             epochs=given(epochs),
             starts=given(starts),
+            arm_keys=given(arm_keys),
+            places=given(places),
             weight=given(np.full(len(fit_inputs), self._user_weight, dtype=kind)),
         )
 

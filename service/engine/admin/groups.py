@@ -6,7 +6,10 @@ import math
 from dataclasses import replace
 from typing import final
 
+import numpy as np
+
 from metaban.models.features import FeatureError, assemble
+from metaban.models.learner import arm_key
 from metaban.service.engine.commands import GroupQuery, GroupView
 from metaban.service.engine.model.lifecycle import ModelHost
 from metaban.service.engine.model.types import ScoreRequest, UserStart
@@ -42,7 +45,8 @@ class GroupAdmin:
             field = ("features", *error.field[3:]) if error.field[0] == "arms" else error.field
             raise InvalidInput(field, error.message) from error
         store = StoreAccess(self._guard, go_on=True)
-        asked = ScoreRequest(query.user_id, inputs)
+        keys = None if query.arm_id is None else np.array([arm_key(query.arm_id)])
+        asked = ScoreRequest(query.user_id, inputs, arm_keys=keys)
         if query.user_id not in serving.model:
             states, starts = await store.run(lambda: self._users.load_with_warm_starts([query.user_id])) or ({}, {})
             states |= await store.run(lambda: serving.replica.put(states.values()), budget_s=None) or {}

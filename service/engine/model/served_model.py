@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metaban.models.learner import Learner, Query, Scores, State
+from metaban.models.learner import NO_ARM_KEY, Learner, Query, Scores, State
 from metaban.models.numerics.arrays import Array, Arrays, as_arrays, joined, numpy_kind, stacked
 from metaban.models.numerics.slates import Slates
 from metaban.models.numerics.stacked_users import UserBank
@@ -277,6 +277,7 @@ class ServedModel:
             own_row=self.to_learner(np.array([self._row(request.user_id) for request in requests])),
             own_events=self.to_learner(np.array([version.version for _, version in asking])),
             draws=Draws(draws, [request.seed for request in requests]) if draws else None,
+            arm_keys=self.to_learner(np.concatenate([_arm_keys(request) for request in requests])),
         )
         return query, [version for _, version in asking]
 
@@ -402,3 +403,10 @@ class ServedModel:
     def _state_arrays(self, state: UserState) -> Arrays:
         tensors, kind = state.tensors, self._kind
         return {name: self.to_learner(tensors[name].astype(kind, copy=False)) for name in self.learner.fields}
+
+
+def _arm_keys(request: ScoreRequest) -> NDArray[np.int64]:
+    """The keys of a request's arms, [k]."""
+    if request.arm_keys is None:
+        return np.full(request.inputs.shape[0], NO_ARM_KEY)
+    return request.arm_keys

@@ -36,7 +36,7 @@ class UserStart:
 @final
 @dataclass(slots=True)  # not frozen: one per request, and freezing takes three times as long
 class ScoreRequest:
-    """The arms of one request as inputs of the learner.
+    """The arms of one request as inputs of the learner, with the keys of their ids.
 
     `loaded` is the asking user's state if it was loaded for this request; the model may not hold it. `draws` posterior
     draws are made of each arm, from `seed`.
@@ -48,6 +48,7 @@ class ScoreRequest:
     start: UserStart | None = None
     draws: int = 0
     seed: int = 0
+    arm_keys: NDArray[np.int64] | None = None  # [k]; None when arms have no ids
 
 
 @final

@@ -8,8 +8,10 @@ from operator import attrgetter
 from typing import Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from metaban.models.features import FeatureError, Features, Vectors, assemble
+from metaban.models.learner import arm_key
 from metaban.service.engine.commands import RecommendCommand
 from metaban.service.engine.model.lifecycle import ModelHost, Serving
 from metaban.service.engine.recommend.catalogue import ArmTable, Catalogue, Rows
@@ -36,6 +38,8 @@ class Candidates:
 
     #: float32 [n, d]
     inputs: Vectors
+    #: `arm_key` of each id, int64 [n].
+    keys: NDArray[np.int64]
     #: Arms to choose.
     k: int
     #: Ids and features as sent; row i of the inputs is the arm at places[i], or at i when `places` is None.
@@ -94,11 +98,11 @@ class CandidateFinder:
         except FeatureError as error:
             raise InvalidInput(error.field, error.message) from error
         ids = list(map(ID_OF, command.arms))
-        places = None
+        keys, places = np.array([arm_key(arm_id) for arm_id in ids], dtype=np.int64), None
         if command.exclude:
             places = np.flatnonzero([arm_id not in command.exclude for arm_id in ids])
-            inputs = inputs[places]
-        return serving, Candidates(inputs, command.k, ids, features, places, from_catalogue=False)
+            inputs, keys = inputs[places], keys[places]
+        return serving, Candidates(inputs, keys, command.k, ids, features, places, from_catalogue=False)
 
     async def _from_catalogue(self, command: RecommendCommand, store: StoreAccess) -> tuple[Serving, Candidates]:
         table = await self._catalogue.follow(store)
@@ -121,8 +125,8 @@ class CandidateFinder:
                     place = row if rows is None else int(rows[row])
                     raise _unusable(table.ids[place], error.message) from error
             raise InvalidInput(error.field, error.message) from error
-        k = min(command.k, count)
-        return serving, Candidates(inputs, k, table.ids, table.features, rows, from_catalogue=True)
+        k, keys = min(command.k, count), table.keys if rows is None else table.keys[rows]
+        return serving, Candidates(inputs, keys, k, table.ids, table.features, rows, from_catalogue=True)
 
     async def _begin(self, features: Sequence[Features], context: Features | None) -> Serving:
         """Fix the feature layout by the first request, which needs the store, and start serving."""

@@ -19,6 +19,7 @@ import structlog
 from numpy.typing import NDArray
 
 from metaban.models.features import TOO_LARGE, FeatureError, FeatureLayout, Features, Vectors, arm_vectors, join_context
+from metaban.models.learner import arm_key
 from metaban.service.engine.store_guard import StoreAccess
 from metaban.store.catalogue import CatalogueRevision, CatalogueStore, Changes, decode_features
 from metaban.store.errors import CorruptRecord
@@ -40,12 +41,16 @@ class ArmTable:
     ids: tuple[str, ...]
     features: tuple[Features, ...]
     rows: dict[str, int]
+    #: `arm_key` of each id, int64 [arms].
+    keys: NDArray[np.int64]
 
     @staticmethod
     def of(arms: dict[str, Features]) -> ArmTable:
         """A table of these arms."""
         ids = tuple(sorted(arms))
-        return ArmTable(ids, tuple(map(arms.__getitem__, ids)), dict(zip(ids, range(len(ids)), strict=True)))
+        rows = dict(zip(ids, range(len(ids)), strict=True))
+        keys = np.fromiter(map(arm_key, ids), dtype=np.int64, count=len(ids))
+        return ArmTable(ids, tuple(map(arms.__getitem__, ids)), rows, keys)
 
     def rows_of(self, ids: Sequence[str]) -> Rows:
         """The row of each id, -1 for an unknown one."""

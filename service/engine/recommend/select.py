@@ -172,7 +172,7 @@ class Selector:
         """
         user = command.user_id
         if user in serving.model:
-            return ScoreRequest(user, candidates.inputs), None
+            return ScoreRequest(user, candidates.inputs, arm_keys=candidates.keys), None
         # Without the store, or for an unknown user, the prior answers.
         with self._metrics.stage("load"):
             found = await store.run(partial(self._users.load_with_warm_starts, [user]))
@@ -186,7 +186,7 @@ class Selector:
         if start is None and profile is not None and not learned and self._live.settings.fusion == "auto":
             new = await serving.fusion.start(profile)
             start = None if new is None else UserStart(new.values)
-        return ScoreRequest(user, candidates.inputs, loaded, start), new
+        return ScoreRequest(user, candidates.inputs, loaded, start, arm_keys=candidates.keys), new
 
     def _draw(
         self, command: RecommendCommand, decision_id: str, candidates: Candidates, policy: Policy, scores: ArmScores

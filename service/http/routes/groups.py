@@ -121,7 +121,7 @@ async def inspect_arm(
         raise NotFound("The catalogue has no arm with this id. Send its features with POST instead.")
     if engine.groups.needs_context:
         raise InvalidInput(("context",), "is needed in this namespace: send it with POST /admin/groups")
-    return _group_response(await engine.groups.inspect(GroupQuery(user_id, arm.features, None, limit)))
+    return _group_response(await engine.groups.inspect(GroupQuery(user_id, arm.features, None, limit, arm_id)))
 
 
 def _group_response(view: GroupView) -> GroupOut:

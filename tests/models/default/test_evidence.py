@@ -33,6 +33,8 @@ def batch_of(counts: list[int], epochs: list[list[int]]) -> UserBatch:
         phi=number.unsqueeze(-1) + torch.arange(4) / 10,
         epochs=torch.tensor(epochs),
         starts=torch.zeros(users, 0, dtype=torch.float64),
+        arm_keys=torch.zeros(users, longest, dtype=torch.int64),
+        places=torch.zeros(users, longest, dtype=torch.int64),
     )
 
 

@@ -82,6 +82,8 @@ def past_of(features: Tensor, rewards: Tensor, noted: int) -> UserBatch:
         phi=torch.zeros(1, count, noted),
         epochs=torch.zeros(1, count, dtype=torch.int64),
         starts=torch.zeros(1, 0),
+        arm_keys=torch.zeros(1, count, dtype=torch.int64),
+        places=torch.zeros(1, count, dtype=torch.int64),
     )
 
 
@@ -307,6 +309,8 @@ def opposed_population(contrary: int) -> UserBatch:
         phi=torch.zeros(120, 16, PosteriorLearner(small(), 2).noted),
         epochs=torch.zeros(120, 16, dtype=torch.int64),
         starts=torch.zeros(120, 0),
+        arm_keys=torch.zeros(120, 16, dtype=torch.int64),
+        places=torch.zeros(120, 16, dtype=torch.int64),
     )
 
 

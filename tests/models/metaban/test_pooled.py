@@ -43,6 +43,8 @@ def random_batch(users: int, samples: int, seed: int) -> UserBatch:
         phi=torch.zeros(users, samples, 0, dtype=torch.float64),
         epochs=torch.zeros(users, samples, dtype=torch.int64),
         starts=torch.zeros(users, 0, dtype=torch.float64),
+        arm_keys=torch.zeros(users, samples, dtype=torch.int64),
+        places=torch.zeros(users, samples, dtype=torch.int64),
     )
 
 

@@ -1,0 +1,341 @@
+"""Arms as random effects: an effect of the arm itself, a taste that no feature tells, and the places of a slate.
+
+    reward at place k = e_k · ( wᵀh + b_i ) + noise          h = [1, x, x⊗x, p(x), q_i]
+
+b_i ~ N(0, v_b) is the effect of arm i around what its features say; q_i ~ N(0, diag v_q) are its factors, on which the
+head of a user has coefficients p_u ~ N(0, I): p_uᵀq_i is a low-rank taste (Salakhutdinov and Mnih, "Probabilistic
+Matrix Factorization", 2007). e_k is how often place k is looked at, relative to the first. All variances are learned by
+EM, so that a part that does not help shrinks to nothing.
+
+Given e_k, a reward r at place k is a reward r/e_k at the first place that counts e_k² times: the rest of the learner
+sees only first places. Everything here is derived from users' samples. An arm that is not in the table (no reward yet,
+or no id) has the prior: effect 0, variance v_b, no factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Self, final
+
+import torch
+from torch import Tensor
+
+from metaban.models.default.prior import LEAST_NOISE, Prior, Statistics
+from metaban.models.learner import NO_ARM_KEY
+from metaban.models.numerics.arrays import Array, inverse, library_of
+
+#: Arms with a row of their own, those with most samples.
+ARMS_MAX: Final = 4_096
+
+#: Key of an unused row; larger than any key of an arm.
+UNUSED_KEY: Final = torch.iinfo(torch.int64).max
+
+#: Factors of an arm.
+FACTORS: Final = 4
+
+#: Places with an e_k of their own; later ones share the last.
+PLACES: Final = 16
+
+#: Range of e_k, and the weight of its last value, in squared predictions.
+LEAST_LOOK, MOST_LOOK = 0.05, 2.0
+LOOK_EVIDENCE: Final = 2.0
+
+#: v_b and v_q before they are learned, relative to the noise, and their weight in arms.
+FIRST_EFFECT: Final = 0.05
+FIRST_FACTOR: Final = 0.05
+FIRST_ARMS: Final = 2.0
+
+#: Applied events from which factors are sought, at doublings; random columns more than factors, and power iterations
+#: of the search.
+FACTORS_FROM_EVENTS: Final = 1_024
+SEARCH_EXTRA: Final = 4
+SEARCH_STEPS: Final = 4
+
+#: Rounds of (users' heads, features and effects, factors, places) in an epoch, and after factors were sought.
+ROUNDS, ROUNDS_SOUGHT = 2, 4
+
+#: Ridge on the coefficients of features, in events.
+RIDGE_EVENTS: Final = 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArmEffects:
+    """Posteriors of arms, sorted by key [A] int64, and e_k; float64.
+
+    Effects b [A] with variances [A], factors q [A, r], the spreads v_b [] and v_q [r], and looks e [PLACES].
+    """
+
+    keys: Array
+    effects: Array
+    variances: Array
+    factors: Array
+    effect_spread: Array
+    factor_spread: Array
+    looks: Array
+
+    @classmethod
+    def initial(cls, noise: Tensor) -> Self:
+        """Before any event: one unused row, all places alike."""
+        nothing = torch.zeros(1, dtype=torch.float64)
+        factors = nothing.expand(1, FACTORS).clone()
+        spread = FIRST_EFFECT * noise
+        return cls(
+            keys=torch.full((1,), UNUSED_KEY),
+            effects=nothing,
+            variances=nothing + spread,
+            factors=factors,
+            effect_spread=spread,
+            factor_spread=factors[0] + FIRST_FACTOR * noise,
+            looks=torch.ones(PLACES, dtype=torch.float64),
+        )
+
+    @classmethod
+    def stored(cls, shared: Mapping[str, Array]) -> Self:
+        """From an epoch's shared state."""
+        return cls(**{name: shared[f"arm_{name}"] for name in cls.__slots__})
+
+    def state(self) -> dict[str, Array]:
+        """The shared state."""
+        return {f"arm_{name}": getattr(self, name) for name in self.__slots__}
+
+    def of(self, keys: Array) -> tuple[Array, Array, Array]:
+        """Effects [...], their variances [...] and factors [..., r] of arms with these keys [...] int64."""
+        library = library_of(keys)
+        rows = library.searchsorted(self.keys, keys).clip(None, self.keys.shape[0] - 1)
+        known = self.keys[rows] == keys
+        effects = library.where(known, self.effects[rows], 0.0)
+        variances = library.where(known, self.variances[rows], self.effect_spread)
+        return effects, variances, library.where(known[..., None], self.factors[rows], 0.0)
+
+    def looks_at(self, places: Array) -> Array:
+        """e_k of places [...], counted from 0."""
+        return self.looks[places.clip(None, PLACES - 1)]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArmSamples:
+    """Samples of B users for the arms' posteriors; float64.
+
+    Head inputs without factors [B, S, D₀], rewards as observed [B, S], weights [B, S], 0 for padding; keys and places
+    [B, S] int64.
+    """
+
+    inputs: Tensor
+    rewards: Tensor
+    weights: Tensor
+    keys: Tensor
+    places: Tensor
+
+
+def arms_by_samples(batches: Sequence[ArmSamples]) -> Tensor:
+    """The keys of the arms with most samples, sorted: at most ARMS_MAX [A]; unused rows have UNUSED_KEY.
+
+    The number of rows depends on shapes alone, so that nothing is read back from a GPU.
+    """
+    keys = torch.cat([torch.where(batch.weights > 0, batch.keys, NO_ARM_KEY).flatten() for batch in batches])  # [n]
+    ordered = keys.sort().values
+    number = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)  # [n], of each distinct key
+    counts = torch.zeros_like(ordered).index_add(0, number, (ordered != NO_ARM_KEY).to(ordered))  # [n]
+    distinct = torch.full_like(ordered, UNUSED_KEY).scatter(0, number, ordered)
+    most = counts.topk(min(ARMS_MAX, counts.shape[0]))
+    return torch.where(most.values > 0, distinct[most.indices], UNUSED_KEY).sort().values
+
+
+@final
+class ArmPosteriors:
+    """Alternates between users' heads and the arms, under a prior whose last FACTORS coefficients are tastes."""
+
+    def __init__(self, batches: Sequence[ArmSamples], keys: Tensor) -> None:
+        """For the arms with these keys, from `arms_by_samples`."""
+        self._batches = batches
+        self._count = keys.shape[0]
+        self._keys = keys
+        #: The row of each sample's arm [B, S]; the row after the last for an arm that has none.
+        self._rows = []
+        for batch in batches:
+            rows = torch.searchsorted(keys, batch.keys).clip(None, self._count - 1)
+            self._rows.append(torch.where(keys[rows] == batch.keys, rows, self._count))
+        self._used = keys != UNUSED_KEY
+
+    def start(self, before: ArmEffects) -> ArmEffects:
+        """The arms of this table with what is known of them."""
+        effects, variances, factors = before.of(self._keys)
+        return replace(before, keys=self._keys, effects=effects, variances=variances, factors=factors)
+
+    def statistics(self, arms: ArmEffects) -> Statistics:
+        """Statistics of all users' heads, given the arms."""
+        return Statistics.joined(
+            [
+                Statistics.of(h, targets, weights)
+                for h, targets, weights in (self._first_place(arms, place) for place in range(len(self._batches)))
+            ]
+        )
+
+    def _first_place(self, arms: ArmEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Head inputs [B, S, D], rewards at the first place minus the arm's effect [B, S], and weights [B, S]."""
+        batch, rows = self._batches[place], self._rows[place]
+        looks = arms.looks_at(batch.places)
+        h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
+        return h, batch.rewards / looks - _padded(arms.effects)[rows], batch.weights * looks.square()
+
+    def round(self, prior: Prior, arms: ArmEffects, user_weights: Tensor) -> tuple[Prior, ArmEffects]:
+        """One round of EM: users' heads given the arms; features and effects jointly; factors; places."""
+        prior = with_tastes(prior.em_step(self.statistics(arms), user_weights))
+        mean, covariance = prior.posterior(*self._moments(arms))  # [U, D], [U, D, D]
+        users = torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])
+        spreads = torch.split(covariance, [batch.rewards.shape[0] for batch in self._batches])
+        prior, arms = self._effects(prior, arms, users)
+        arms = self._factors(prior, arms, users, spreads)
+        return prior, self._looks(arms, users, spreads)
+
+    def _moments(self, arms: ArmEffects) -> tuple[Tensor, Tensor]:
+        users = self.statistics(arms)
+        return users.gram, users.moment
+
+    def _effects(self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor]) -> tuple[Prior, ArmEffects]:
+        """Coefficients μ of the features and the arms' effects b, jointly, given how users differ from μ.
+
+        One after the other, b would take what features explain. b is eliminated: with C_i = Σw + 1/v_b and M_i = Σwh of
+        arm i, μ solves (Σwhhᵀ − ΣMMᵀ/C)μ = Σwhy − ΣM(Σwy)/C.
+        """
+        size, noise = self._batches[0].inputs.shape[-1], prior.noise
+        gram, moment = prior.covariance.new_zeros(size, size), prior.mean.new_zeros(size)
+        counts = prior.mean.new_zeros(self._count + 1)
+        sums, crossed = counts.clone(), counts.new_zeros(self._count + 1, size)
+        for place, (rows, heads) in enumerate(zip(self._rows, users, strict=True)):
+            h, targets, weights = self._first_place(replace(arms, effects=0 * arms.effects), place)
+            away = heads - prior.mean  # [B, D]
+            left = (targets - (h @ away.unsqueeze(-1)).squeeze(-1)).flatten()  # [n]
+            h, w, index = h[..., :size].flatten(0, 1), weights.flatten() / noise, rows.flatten()
+            weighted = h * w.unsqueeze(-1)
+            gram, moment = gram + weighted.mT @ h, moment + left @ weighted
+            counts, sums = counts.index_add(0, index, w), sums.index_add(0, index, w * left)
+            crossed = crossed.index_add(0, index, weighted)
+        counts, sums, crossed = counts[:-1], sums[:-1], crossed[:-1]  # without arms that have no row
+        share = 1 / (counts + 1 / arms.effect_spread)  # [A]
+        ridge = torch.eye(size, dtype=gram.dtype, device=gram.device) * (RIDGE_EVENTS / noise)
+        known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge)  # [D₀, D₀]
+        coefficients = known @ (moment - (sums * share) @ crossed)
+        effects = share * (sums - crossed @ coefficients)
+        pulled = crossed * share.unsqueeze(-1)
+        variances = share + ((pulled @ known) * pulled).sum(-1)
+        spread = _spread(effects.square() + variances, self._used, FIRST_EFFECT * noise)
+        mean = torch.cat([coefficients, prior.mean[size:]])
+        return replace(prior, mean=mean), replace(arms, effects=effects, variances=variances, effect_spread=spread)
+
+    def _factors(
+        self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
+    ) -> ArmEffects:
+        """Factors of each arm by ridge regression of what is left on the users' tastes, which are uncertain too."""
+        size, noise = self._batches[0].inputs.shape[-1], prior.noise
+        grams = prior.mean.new_zeros(self._count + 1, FACTORS * FACTORS)
+        moments = grams.new_zeros(self._count + 1, FACTORS)
+        for place, (rows, heads, spread) in enumerate(zip(self._rows, users, spreads, strict=True)):
+            h, targets, weights = self._first_place(arms, place)
+            base, tastes = h[..., :size], heads[:, size:]  # [B, S, D₀], [B, r]
+            left = targets - (base @ heads[:, :size].unsqueeze(-1)).squeeze(-1)  # [B, S]
+            # E[p(y − hᵀw)] of correlated p and w.
+            moment = tastes.unsqueeze(1) * left.unsqueeze(-1) - base @ spread[:, :size, size:]  # [B, S, r]
+            gram = tastes.unsqueeze(-1) * tastes.unsqueeze(-2) + spread[:, size:, size:]  # [B, r, r]
+            w, index = weights / noise, rows.flatten()
+            each = (w.unsqueeze(-1) * gram.flatten(1).unsqueeze(1)).flatten(0, 1)  # [n, r²]
+            grams = grams.index_add(0, index, each)
+            moments = moments.index_add(0, index, (w.unsqueeze(-1) * moment).flatten(0, 1))
+        precision = grams[:-1].view(-1, FACTORS, FACTORS) + (1 / arms.factor_spread).diag()
+        covariance = inverse(precision)  # [A, r, r]
+        factors = (covariance @ moments[:-1].unsqueeze(-1)).squeeze(-1)
+        # Factors that are 0 stay 0: they begin with `sought`.
+        factors = torch.where((arms.factors != 0).any(0), factors, 0.0)
+        squares = factors.square() + covariance.diagonal(dim1=-2, dim2=-1)
+        return replace(arms, factors=factors, factor_spread=_spread(squares, self._used, FIRST_FACTOR * noise))
+
+    def _looks(self, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> ArmEffects:
+        """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance."""
+        earned, seen = (LOOK_EVIDENCE * arms.looks).clone(), torch.full_like(arms.looks, LOOK_EVIDENCE)
+        effects, variances = _padded(arms.effects), torch.cat([arms.variances, arms.effect_spread.view(1)])
+        for batch, rows, heads, spread in zip(self._batches, self._rows, users, spreads, strict=True):
+            h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
+            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows]  # [B, S]
+            square = first.square() + ((h @ spread) * h).sum(-1) + variances[rows]
+            index = batch.places.clip(None, PLACES - 1).flatten()
+            earned = earned.index_add(0, index, (batch.weights * batch.rewards * first).flatten())
+            seen = seen.index_add(0, index, (batch.weights * square).flatten())
+        looks = earned / seen
+        return replace(arms, looks=(looks / looks[0].clamp_min(LEAST_LOOK)).clamp(LEAST_LOOK, MOST_LOOK))
+
+    def sought(self, prior: Prior, arms: ArmEffects, generator: torch.Generator) -> ArmEffects:
+        """New factors: singular vectors of what is left of the rewards, users × arms, by power iteration.
+
+        Factors that begin near 0 would stay there: each side is fitted while the other is small.
+        """
+        without = replace(arms, factors=0 * arms.factors)
+        mean = prior.posterior_mean(*self._moments(without))
+        residuals = []
+        for place, heads in enumerate(torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])):
+            h, targets, weights = self._first_place(without, place)
+            residuals.append(weights * (targets - (h @ heads.unsqueeze(-1)).squeeze(-1)))  # [B, S]
+        width = FACTORS + SEARCH_EXTRA
+        of_arms = torch.randn(self._count, width, generator=generator, dtype=torch.float64).to(mean)
+        for _ in range(SEARCH_STEPS):
+            of_users = [
+                (residual.unsqueeze(-1) * _padded(of_arms)[rows]).sum(1)
+                for residual, rows in zip(residuals, self._rows, strict=True)
+            ]  # [B, width] each
+            turned = of_arms.new_zeros(self._count + 1, width)
+            for residual, rows, users in zip(residuals, self._rows, of_users, strict=True):
+                turned = turned.index_add(
+                    0, rows.flatten(), (residual.unsqueeze(-1) * users.unsqueeze(1)).flatten(0, 1)
+                )
+            of_arms = torch.linalg.qr(turned[:-1]).Q
+        start = (FIRST_FACTOR * prior.noise * self._used.sum()).sqrt()
+        return replace(
+            arms,
+            factors=of_arms[:, :FACTORS] * start,
+            factor_spread=torch.full_like(arms.factor_spread, 1) * start**2 / self._used.sum().clamp_min(1),
+        )
+
+
+def with_tastes(prior: Prior) -> Prior:
+    """The prior with N(0, I), independent of the rest, for the coefficients of factors: they have no scale."""
+    size = prior.mean.shape[0] - FACTORS
+    mean, covariance = prior.mean.clone(), prior.covariance.clone()
+    mean[size:] = 0
+    covariance[size:, :] = 0
+    covariance[:, size:] = 0
+    covariance[size:, size:] = torch.eye(FACTORS, dtype=mean.dtype, device=mean.device)
+    return Prior.of(mean, covariance, prior.noise)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Values of arms [A, …] and one 0 for arms without a row."""
+    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+
+
+def _spread(squares: Tensor, used: Tensor, first: Tensor) -> Tensor:
+    """Mean of E[value²] [A, …] over the arms in use [A], with FIRST_ARMS arms of a first value."""
+    used = used.view(-1, *(1,) * (squares.dim() - 1))
+    total = torch.where(used, squares, 0.0).sum(0) + FIRST_ARMS * first
+    spread: Tensor = total / (used.sum() + FIRST_ARMS)
+    return spread.clamp_min(LEAST_NOISE)
+
+
+def derive_arms(
+    prior: Prior,
+    before: ArmEffects,
+    batches: Sequence[ArmSamples],
+    user_weights: Tensor,
+    *,
+    seek: bool,
+    generator: torch.Generator,
+) -> tuple[Prior, ArmEffects]:
+    """The prior and the arms' posteriors after a few rounds of EM; with `seek`, factors are sought anew."""
+    posteriors = ArmPosteriors(batches, arms_by_samples(batches))
+    arms = posteriors.start(before)
+    if seek:
+        arms = posteriors.sought(prior, arms, generator)
+    for _ in range(ROUNDS_SOUGHT if seek else ROUNDS):
+        prior, arms = posteriors.round(prior, arms, user_weights)
+    return prior, arms
