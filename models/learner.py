@@ -136,8 +136,9 @@ class Learner(ABC):
     #: Name and shape of each per-user tensor.
     fields: dict[str, tuple[int, ...]]
     dtype: torch.dtype
-    #: d, the length of a raw input.
+    #: d, the length of a raw input, and how many of its first numbers describe the arm alone.
     input_size: int
+    arm_inputs: int
     #: Parameters of the networks that all users share.
     network_size: int
     #: q, the number of notes that `score` returns with an arm.

@@ -200,6 +200,7 @@ class PosteriorSettings(LearnerSettings):
     heads: bool = True  # False: the trunk alone, without user heads
     groups: bool = True
     memory: bool = True
+    arms: bool = True  # an effect and factors of each arm, and of places
     plain: bool = True  # rank by the pooled head until users' own heads predict better
     teaching: bool = True  # exclude kinds of users that harm the others from what is shared
     apart: bool = True  # subtract the slate effect from wide inputs

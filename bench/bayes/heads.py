@@ -27,7 +27,7 @@ from metaban.bench.bayes.plan import BayesPlan
 from metaban.bench.core.local_loop import LocalLoop, plain_layout
 from metaban.bench.core.report import Bar
 from metaban.bench.worlds.environments import SyntheticGroups
-from metaban.models.default.evidence import ALONE, PLAIN, sample_weights
+from metaban.models.default.evidence import ALONE, PLAIN
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Groups, Prior, prior_from_state
 from metaban.models.learner import Query, State, UserBatch
@@ -156,8 +156,9 @@ def analytic_groups(prior: Prior, groups: Groups, h: Tensor, rewards: Tensor, we
 def _posteriors(world: PlayedWorld) -> dict[str, float]:
     """Differences of every user's fitted and served posterior from the analytic one."""
     learner, shared, batch = world.learner, world.shared, world.batch
-    h = learner.batch_head_inputs(shared, batch).double()  # [U, S, D]
-    rewards, weights = batch.rewards.double(), sample_weights(batch, shared["since"]).double()
+    samples = learner.head_samples(shared, batch)
+    # In this world every arm is at the first place. h is [U, S, D].
+    h, rewards, weights = samples.inputs.double(), samples.targets.double(), samples.weights.double()
     prior, guard = prior_from_state(shared), shared["guard"]
     alone, apart = analytic(prior, h, rewards, weights)
     kept = shared["group_offset"] > -1e8
@@ -192,7 +193,7 @@ def _drift(world: PlayedWorld, events: int, seed: int) -> dict[str, float]:
     trainer, samples = Trainer(learner, torch.device("cpu")), _stream(world, events, seed)
     ends = sorted({round(events * (place + 1) / CHECKPOINTS) for place in range(CHECKPOINTS)})
     whole = trainer.batch([FitInput("u", events, samples, None)])
-    h = learner.batch_head_inputs(world.shared, whole)[0].double()  # [S, D]
+    h = learner.head_samples(world.shared, whole).inputs[0].double()  # [S, D]
     rewards, prior = whole.rewards[0].double(), prior_from_state(world.shared)
     found: dict[str, float] = {}
     for name, kept in (("all kept", events), (f"{KEPT} kept", KEPT)):

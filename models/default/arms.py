@@ -8,8 +8,8 @@ Matrix Factorization", 2007). e_k is how often place k is looked at, relative to
 EM, so that a part that does not help shrinks to nothing.
 
 Given e_k, a reward r at place k is a reward r/e_k at the first place that counts e_k² times: the rest of the learner
-sees only first places. Everything here is derived from users' samples. An arm that is not in the table (no reward yet,
-or no id) has the prior: effect 0, variance v_b, no factors.
+sees only first places. Everything here is derived from users' samples. An arm that is not in the table has the prior:
+effect 0, variance v_b, no factors. An arm without an id has no effect of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,12 +107,54 @@ class ArmEffects:
         rows = library.searchsorted(self.keys, keys).clip(None, self.keys.shape[0] - 1)
         known = self.keys[rows] == keys
         effects = library.where(known, self.effects[rows], 0.0)
-        variances = library.where(known, self.variances[rows], self.effect_spread)
+        variances = library.where(known, self.variances[rows], self.effect_spread * (keys != NO_ARM_KEY))
         return effects, variances, library.where(known[..., None], self.factors[rows], 0.0)
 
-    def looks_at(self, places: Array) -> Array:
-        """e_k of places [...], counted from 0."""
-        return self.looks[places.clip(None, PLACES - 1)]
+    @classmethod
+    def served(cls, shared: Mapping[str, Array]) -> Self:
+        """As `stored`, without unused rows but the last, which are known without synchronisation only in numpy."""
+        arms = cls.stored(shared)
+        if isinstance(arms.keys, Tensor):
+            return arms
+        used = 1 + int(np.searchsorted(arms.keys[:-1], UNUSED_KEY))
+        return replace(
+            arms,
+            keys=arms.keys[:used],
+            effects=arms.effects[:used],
+            variances=arms.variances[:used],
+            factors=arms.factors[:used],
+        )
+
+
+def looks_at(looks: Array, places: Array) -> Array:
+    """e_k [...] of places [...], counted from 0, from e [PLACES]."""
+    return looks[places.clip(None, PLACES - 1)]
+
+
+@final
+@dataclass(slots=True)  # made for every request; frozen, it would take three times as long
+class QueryArms:
+    """The arms of a query: effects [N], their variances [N] and factors [N, r]."""
+
+    effects: Array
+    variances: Array
+    factors: Array
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeadSamples:
+    """Samples as users' heads learn from them: head inputs [B, S, D], rewards at the first place without the arm's
+    effect [B, S], e_k of their places [B, S], and weights [B, S]."""
+
+    inputs: Array
+    targets: Array
+    looks: Array
+    weights: Array
+
+    def statistics(self) -> Statistics:
+        """The users' sufficient statistics, of e_k·h and the reward minus e_k·b."""
+        return Statistics.of(self.inputs * self.looks[..., None], self.targets * self.looks, self.weights)
 
 
 @final
@@ -169,17 +212,20 @@ class ArmPosteriors:
         """Statistics of all users' heads, given the arms."""
         return Statistics.joined(
             [
-                Statistics.of(h, targets, weights)
-                for h, targets, weights in (self._first_place(arms, place) for place in range(len(self._batches)))
+                self._head_samples(arms, batch, rows).statistics()
+                for batch, rows in zip(self._batches, self._rows, strict=True)
             ]
         )
 
-    def _first_place(self, arms: ArmEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Head inputs [B, S, D], rewards at the first place minus the arm's effect [B, S], and weights [B, S]."""
-        batch, rows = self._batches[place], self._rows[place]
-        looks = arms.looks_at(batch.places)
+    def _head_samples(self, arms: ArmEffects, batch: ArmSamples, rows: Tensor) -> HeadSamples:
+        looks = looks_at(arms.looks, batch.places)
         h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-        return h, batch.rewards / looks - _padded(arms.effects)[rows], batch.weights * looks.square()
+        return HeadSamples(h, batch.rewards / looks - _padded(arms.effects)[rows], looks, batch.weights)
+
+    def _first_place(self, arms: ArmEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Head inputs [B, S, D], rewards at the first place minus the arm's effect [B, S], and how often they count."""
+        samples = self._head_samples(arms, self._batches[place], self._rows[place])
+        return samples.inputs, samples.targets, samples.weights * samples.looks.square()
 
     def round(self, prior: Prior, arms: ArmEffects, user_weights: Tensor) -> tuple[Prior, ArmEffects]:
         """One round of EM: users' heads given the arms; features and effects jointly; factors; places."""

@@ -55,9 +55,10 @@ def calibration_state(samples: Samples, since: Tensor) -> dict[str, Tensor]:
     noted = (samples.notes[:, DEVIATION] > 0) & samples.notes[:, MEAN].isfinite()
     real = noted & (samples.weights > 0) & (samples.epochs >= since)
     newest = torch.where(real, samples.epochs, -1).argsort(descending=True, stable=True)[:NEWEST]  # [n]
-    real, rewards = real[newest], samples.rewards[newest].to(torch.float64)
+    looks = samples.looks[newest]
+    real, rewards = real[newest], samples.rewards[newest].to(torch.float64) * looks
     notes = samples.notes[newest].to(torch.float64)
-    predicted = torch.where(real, notes[:, MEAN].clamp(0, 1), 0)  # [n]
+    predicted = torch.where(real, (notes[:, MEAN] * looks).clamp(0, 1), 0)  # [n]
     miss = (rewards - predicted).abs()
     inside = miss <= notes[:, REACH] * notes[:, DEVIATION]
     numbers = torch.stack([torch.ones_like(miss), predicted, rewards, inside.to(miss)], dim=-1)  # [n, COLUMNS]

@@ -43,8 +43,9 @@ def posterior_contributions(
     x = known[:, 1:]
     by_head = zeros(x.shape, x) + head[1 : 1 + seen]
     if inputs.products:
-        by_head = by_head + through_products(x, head[1 + seen : -1])
-    gradient = gradient * head[-1] + (by_head @ outline["directions"].mT if inputs.narrowed else by_head)
+        by_head = by_head + through_products(x, head[1 + seen : inputs.trunk_column])
+    gradient = gradient * head[inputs.trunk_column]
+    gradient[:, : inputs.head_inputs_count] += by_head @ outline["directions"].mT if inputs.narrowed else by_head
     memory = nothing
     if settings.memory:
         memory, _ = memory_correction(known, Slates([rows.shape[0]]), own, outline["gain"], settings.memory_radius)

@@ -12,10 +12,11 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
+from metaban.models.default.arms import looks_at
 from metaban.models.default.memory import FIRST_GAIN, GAINS, replay_errors
 from metaban.models.default.prior import Prior, Statistics
-from metaban.models.learner import UserBatch
-from metaban.models.numerics.arrays import Array, cast
+from metaban.models.learner import State, UserBatch
+from metaban.models.numerics.arrays import Array, Arrays, cast
 
 #: Columns of a decision's notes: predictions of the trunk, of the pooled head, and of the user's head without and with
 #: groups; the mean; the standard deviation of the reward around it, noise included; the half-width, in these, of the
@@ -61,31 +62,41 @@ def recency_weight(current: Array, like: Array) -> Array:
     return STALE_WEIGHT + (1 - STALE_WEIGHT) * cast(current, like)
 
 
-def sample_weights(batch: UserBatch, since: Array) -> Array:
-    """Weight of each sample [B, S]: 0 for padding, STALE_WEIGHT before the last drift, otherwise 1."""
-    return recency_weight(batch.epochs >= since, batch.rewards) * batch.valid
+def sample_weights(batch: UserBatch, shared: Arrays) -> Array:
+    """Weight of each sample [B, S]: 0 for padding, STALE_WEIGHT before the last drift, e_k² for its place (arms.py)."""
+    looks = cast(looks_at(shared["arm_looks"], batch.places), batch.rewards)
+    return recency_weight(batch.epochs >= shared["since"], batch.rewards) * batch.valid * looks * looks
+
+
+def first_place_rewards(batch: UserBatch, shared: Arrays) -> Array:
+    """Rewards as they would be at the first place [B, S]: r/e_k."""
+    rewards: Array = batch.rewards / cast(looks_at(shared["arm_looks"], batch.places), batch.rewards)
+    return rewards
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """All users' samples, one row each: inputs [n, d], rewards [n], notes [n, q], epochs [n], weights [n]."""
+    """All users' samples, one row each: inputs [n, d], rewards at the first place [n], notes [n, q], epochs [n],
+    weights [n], and e_k of their places [n]."""
 
     features: Tensor
     rewards: Tensor
     notes: Tensor
     epochs: Tensor
     weights: Tensor
+    looks: Tensor
 
     @classmethod
-    def of(cls, batches: Sequence[UserBatch], since: Tensor) -> Self:
-        """The rows of all batches, padding included, with weight 0."""
+    def of(cls, batches: Sequence[UserBatch], shared: State) -> Self:
+        """The rows of all batches, padding included, with weight 0; rewards are those at the first place."""
         return cls(
             torch.cat([batch.features.flatten(0, 1) for batch in batches]),
-            torch.cat([batch.rewards.flatten() for batch in batches]),
+            torch.cat([first_place_rewards(batch, shared).flatten() for batch in batches]),
             torch.cat([batch.phi.flatten(0, 1) for batch in batches]),
             torch.cat([batch.epochs.flatten() for batch in batches]),
-            torch.cat([sample_weights(batch, since).flatten() for batch in batches]),
+            torch.cat([sample_weights(batch, shared).flatten() for batch in batches]),
+            torch.cat([looks_at(shared["arm_looks"], batch.places).flatten() for batch in batches]),
         )
 
     def weighted_by_user(self, batches: Sequence[UserBatch], user_weights: Tensor) -> Samples:
@@ -142,18 +153,18 @@ class _Mean:
         return cls(count, mean, ((values - mean).square() * chosen).sum() / count)
 
 
-def group_guard(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tensor:
+def group_guard(batches: Sequence[UserBatch], noise: Tensor, shared: State) -> Tensor:
     """λ in [0, 1]: weight of predictions with groups against those without, on the newer half of users' rewards."""
-    missed = _squared_errors(batches, since, 1 / 2)
+    missed = _squared_errors(batches, shared, 1 / 2)
     return _evidence_weight(missed[ALONE] - missed[TOGETHER], noise)
 
 
-def measured_trust(batches: Sequence[UserBatch], noise: Tensor, since: Tensor) -> Tensor:
+def measured_trust(batches: Sequence[UserBatch], noise: Tensor, shared: State) -> Tensor:
     """τ in [0, 1]: weight of users' heads (the better of with and without groups) against the pooled head.
 
     Only the newest quarter counts, because users' heads start with large errors.
     """
-    missed = _squared_errors(batches, since, 1 / 4)
+    missed = _squared_errors(batches, shared, 1 / 4)
     return _evidence_weight(missed[PLAIN] - torch.minimum(missed[ALONE], missed[TOGETHER]), noise, TRUST_LEAD)
 
 
@@ -175,14 +186,15 @@ def scheduled_trust(measured: Tensor, samples: Samples, total_events: int, *, ra
     return torch.where(information < RARE_INFORMATION, where_rare, usual)
 
 
-def _squared_errors(batches: Sequence[UserBatch], since: Tensor, share: float) -> Tensor:
+def _squared_errors(batches: Sequence[UserBatch], shared: State, share: float) -> Tensor:
     """Squared errors of the noted predictions on this newest share of each user's rewards, by column of notes [4]."""
-    missed = torch.zeros(MEAN, dtype=torch.float64, device=since.device)
+    device = shared["since"].device
+    missed = torch.zeros(MEAN, dtype=torch.float64, device=device)
     for batch in batches:
-        place = torch.arange(batch.valid.shape[1], device=since.device)
+        place = torch.arange(batch.valid.shape[1], device=device)
         older = (batch.valid.sum(-1, keepdim=True) * (1 - share)).floor()  # [B, 1]
-        newer = sample_weights(batch, since) * (place >= older)  # [B, S]
-        short = batch.rewards.to(torch.float64)[..., None] - batch.phi[..., :MEAN]  # [B, S, 4]
+        newer = sample_weights(batch, shared) * (place >= older)  # [B, S]
+        short = first_place_rewards(batch, shared).to(torch.float64)[..., None] - batch.phi[..., :MEAN]  # [B, S, 4]
         missed += (short.square() * newer[..., None]).sum((0, 1))
     return missed
 
@@ -196,20 +208,22 @@ def memory_gain(
     prior: Prior,
     users: Statistics,
     heads: Sequence[Tensor],
+    targets: Sequence[Tensor],
     batches: Sequence[UserBatch],
     inputs: int,
     radius: float,
 ) -> Tensor:
-    """The memory's gain with the least squared error on users' residuals; heads are h [B, S, D] of each batch.
+    """The memory's gain with the least squared error on users' residuals.
 
-    The memory sees the first `inputs` numbers after the constant.
+    Heads are h [B, S, D] of each batch, targets what they predict [B, S]. The memory sees the first `inputs` numbers
+    after the constant.
     """
     means = prior.posterior_mean(users.gram, users.moment)  # [U, D]
     errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
-    for h, batch in zip(heads, batches, strict=True):
+    for h, target, batch in zip(heads, targets, batches, strict=True):
         own = means[start : start + h.shape[0]].to(h.dtype)
         start += h.shape[0]
-        residuals = (batch.rewards - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
+        residuals = (target - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
         errors += replay_errors(h[..., : 1 + inputs], residuals, batch.valid, radius)
     # Where few arms repeat, errors differ by chance: the first value is kept without evidence against it.
     worth = (errors[GAINS.index(FIRST_GAIN)] - errors) / (2 * prior.noise)  # [gains], in nats

@@ -14,6 +14,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from metaban.models.default.arms import FACTORS
 from metaban.models.default.evidence import Samples
 from metaban.models.default.slate_effects import fit_common_effect, remove_common
 from metaban.models.learner import State
@@ -147,18 +148,23 @@ def principal_directions(z: Tensor, count: int) -> Tensor:
 class ArmInputs:
     """Maps raw inputs to trunk and head inputs; its parameters are shared state, fixed until a refit."""
 
-    def __init__(self, settings: PosteriorSettings, count: int, dtype: torch.dtype) -> None:
+    def __init__(self, settings: PosteriorSettings, count: int, arm_inputs: int, dtype: torch.dtype) -> None:
+        """For inputs of `count` numbers, of which the first `arm_inputs` describe the arm alone."""
         self.dtype = dtype
         self._count = count
         self.bins = bins_for(count, settings.bins, settings.codes_max)
         #: Trunk inputs of an arm.
         self.codes_count = count * (1 + self.bins)
-        self.narrowed = count > settings.head_inputs_max
+        #: The first numbers of an input that heads are about: all of them or, if these are too many, those of the arm.
+        self.head_inputs_count = count if count <= settings.head_inputs_max else arm_inputs
+        self.narrowed = self.head_inputs_count > settings.head_inputs_max
         #: Numbers of an input that heads and memory see.
-        self.seen = settings.head_directions if self.narrowed else count
+        self.seen = settings.head_directions if self.narrowed else self.head_inputs_count
         #: Products of two of them among the head inputs, if they are few enough.
         self.products = products_for(self.seen, settings.products_max)
-        self.head_size = 1 + self.seen + self.products + 1
+        #: The head input p(x); the arm's factors follow it.
+        self.trunk_column = 1 + self.seen + self.products
+        self.head_size = self.trunk_column + 1 + FACTORS
         #: Wide inputs are often variants of one thing, so the slate effect is subtracted.
         self.removes_common = settings.apart and self.narrowed
         #: Numbers of a slate summary in the notes.
@@ -173,8 +179,8 @@ class ArmInputs:
         if self.removes_common:
             state |= {name: torch.zeros(count, dtype=self.dtype) for name in ("common_ratio", "common_centre")}
         if self.narrowed:
-            directions = torch.randn(count, self.seen, generator=generator, dtype=self.dtype)
-            state["directions"] = directions / count**0.5
+            directions = torch.randn(self.head_inputs_count, self.seen, generator=generator, dtype=self.dtype)
+            state["directions"] = directions / self.head_inputs_count**0.5
         return state
 
     def derive(self, shared: State, samples: Samples, slates: Tensor) -> State:
@@ -193,21 +199,32 @@ class ArmInputs:
         if self.bins:
             derived["edges"] = quantile_edges(z, self.bins)
         if self.narrowed:
-            before = self.standardized(shared, samples.features[rows], slates[rows]) @ shared["directions"]
-            derived["directions"] = rotated_towards(z, principal_directions(z, self.seen), before)
+            arms, earlier = (
+                z[:, : self.head_inputs_count],
+                self.standardized(shared, samples.features[rows], slates[rows]),
+            )
+            before = earlier[:, : self.head_inputs_count] @ shared["directions"]
+            derived["directions"] = rotated_towards(arms, principal_directions(arms, self.seen), before)
         return derived
 
     def codes(self, shared: Arrays, z: Array) -> Array:
         """Trunk inputs of standardised inputs [..., d]."""
         return library_of(z).concatenate([z, piecewise(z, shared["edges"])], -1) if self.bins else z
 
-    def head_inputs(self, shared: Arrays, z: Array, predicted: Array) -> Array:
-        """h = [1, x, products of x if few enough, p]: z [..., d], predicted [...] → [..., D]."""
-        x = z @ shared["directions"] if self.narrowed else z
+    def head_inputs(self, shared: Arrays, z: Array, predicted: Array, factors: Array | None = None) -> Array:
+        """h = [1, x, products of x if few enough, p, q]: z [..., d], predicted [...], factors [..., r] → [..., D].
+
+        Arms without factors have zeros there.
+        """
+        x = z[..., : self.head_inputs_count]
+        if self.narrowed:
+            x = x @ shared["directions"]
         h = zeros((*x.shape[:-1], self.head_size), z)
-        h[..., 0], h[..., 1 : 1 + self.seen], h[..., -1] = 1, x, predicted
+        h[..., 0], h[..., 1 : 1 + self.seen], h[..., self.trunk_column] = 1, x, predicted
         if self.products:
-            h[..., 1 + self.seen : -1] = pair_products(x)
+            h[..., 1 + self.seen : self.trunk_column] = pair_products(x)
+        if factors is not None:
+            h[..., self.trunk_column + 1 :] = factors
         return h
 
     def arm_part(self, shared: Arrays, raw: Array, slate: Array) -> Array:

@@ -1,7 +1,8 @@
 """The default learner: the structure of Meta-Ban with posteriors in place of gradient steps.
 
     meta-learner  a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads   trunk.py, prior.py
-    user learner  exact posterior over w_u on h(x) = [1, x, x⊗x, p(x)], and a memory of its arms     prior.py, memory.py
+    arms          an effect and factors of each arm, and how often each place is looked at           arms.py
+    user learner  exact posterior over w_u on h = [1, x, x⊗x, p(x), q_i], and a memory of its arms   prior.py, memory.py
     groups        a mixture over users' heads                                                        groups.py
     adaptation    the user's prior is a mixture of the groups they may belong to                     scoring.py
     score         mean + α·σ, both of the posterior
@@ -22,6 +23,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from metaban.models.default.arms import (
+    FACTORS,
+    FACTORS_FROM_EVENTS,
+    ArmEffects,
+    ArmSamples,
+    HeadSamples,
+    QueryArms,
+    derive_arms,
+    looks_at,
+    with_tastes,
+)
 from metaban.models.default.calibration import BINS, COLUMNS, NORMAL_REACH, calibration_state
 from metaban.models.default.contributions import posterior_contributions
 from metaban.models.default.evidence import (
@@ -38,7 +50,6 @@ from metaban.models.default.evidence import (
     measured_trust,
     memory_gain,
     recency_weight,
-    sample_weights,
     scheduled_trust,
 )
 from metaban.models.default.groups import GROUP_USERS_MAX, derive_groups, mixture_due
@@ -113,16 +124,25 @@ class PosteriorLearner(Learner):
 
     supports_numpy = True
 
-    def __init__(self, settings: PosteriorSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        settings: PosteriorSettings,
+        inputs: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        arm_inputs: int | None = None,
+    ) -> None:
+        """For inputs of so many numbers, of which the first `arm_inputs` (None: all) describe the arm alone."""
         self.settings = settings
         self.input_size = inputs
+        self.arm_inputs = inputs if arm_inputs is None else arm_inputs
         self.dtype = dtype
-        self.inputs = ArmInputs(settings, inputs, dtype)
+        self.inputs = ArmInputs(settings, inputs, self.arm_inputs, dtype)
         self.head_size = self.inputs.head_size
         self.starts = WarmStartPrior(self.inputs, inputs)
         self.start_size = self.starts.size
-        #: Numbers of the user embedding: the user's head without its coefficient of p.
-        self.embedded = self.head_size - 1 if settings.embed else 0
+        #: Numbers of the user embedding: the user's head without its coefficients of p and of factors.
+        self.embedded = self.inputs.trunk_column if settings.embed else 0
         #: The notes of an arm end with the summary of its slate.
         self.slate_from = EMBEDDED + self.embedded
         self.noted = self.slate_from + self.inputs.slate_numbers
@@ -141,12 +161,13 @@ class PosteriorLearner(Learner):
 
     def initial_shared(self) -> State:
         generator = torch.Generator().manual_seed(self.settings.seed)
-        prior = Prior.initial(self.head_size)
+        prior = with_tastes(Prior.initial(self.head_size))
         shared = {
             **TrunkState.fresh(self.trunk.initial(generator, self.dtype)).state(),
             **prior_state(prior),
             **PooledHead.initial(self.head_size).state(),
             **kinds_state(Kinds.one(prior)),
+            **ArmEffects.initial(prior.noise).state(),
             **groups_state(Groups.none(self.head_size, self.settings.group_spread), GROUP_USERS_MAX),
             "group_mixture": torch.zeros((), dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
@@ -188,15 +209,18 @@ class PosteriorLearner(Learner):
         """The slate summary in notes [..., q] → [..., 1 + d], or [..., 0] when slate effects are off."""
         return notes[..., self.slate_from :]
 
-    def batch_head_inputs(self, shared: Arrays, batch: UserBatch) -> Array:
-        """Head inputs h of a batch's samples [B, S, D]."""
+    def head_samples(self, shared: Arrays, batch: UserBatch) -> HeadSamples:
+        """A batch's samples as users' heads learn from them."""
         z = self.inputs.standardized(shared, batch.features, self.slate_notes(batch.phi))
-        return self.inputs.head_inputs(shared, z, batch.phi[..., TRUNK])
+        effects, _, factors = ArmEffects.stored(shared).of(batch.arm_keys)
+        h = self.inputs.head_inputs(shared, z, batch.phi[..., TRUNK], cast(factors, z))
+        looks = cast(looks_at(shared["arm_looks"], batch.places), z)
+        recent = recency_weight(batch.epochs >= shared["since"], batch.rewards) * batch.valid
+        return HeadSamples(h, batch.rewards / looks - cast(effects, z), looks, recent)
 
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
-        h = self.batch_head_inputs(shared, batch)  # [B, S, D]
-        weights = sample_weights(batch, shared["since"])  # [B, S]
-        users = Statistics.of(h, batch.rewards, weights)
+        samples = self.head_samples(shared, batch)
+        h, users = samples.inputs, samples.statistics()
         gram, moment = self.starts.statistics(shared, prior_from_state(shared), batch.starts)
         gram, moment = users.gram + gram, users.moment + moment
         index, real = newest(batch.valid, self.settings.memory_samples)
@@ -205,8 +229,8 @@ class PosteriorLearner(Learner):
             "moment": cast(moment, h),
             "head": cast(self._head(shared, gram, moment), h),
             "kept_heads": chosen(h, index) * real[..., None],
-            "kept_rewards": chosen(batch.rewards, index) * real,
-            "kept_weights": chosen(weights, index) * real,
+            "kept_rewards": chosen(samples.targets, index) * real,
+            "kept_weights": chosen(samples.weights * samples.looks**2, index) * real,
             "since": cast(zeros((h.shape[0],), h) + shared["since"], h),
         }
 
@@ -239,6 +263,7 @@ class PosteriorLearner(Learner):
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
             "user_layer": packed(user_layer) if as_numpy else user_layer,
             "ramps": ramps.packed() if ramps and as_numpy else ramps,
+            "arms": ArmEffects.served(arrays),
             "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
 
@@ -285,17 +310,22 @@ class PosteriorLearner(Learner):
             notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
             return Scores(predicted, known, notes, known, group_of_one.__getitem__, draws)
-        h = self.inputs.head_inputs(outline, z, predicted)  # [N, D]
+        arms = self._arms(outline, query, z)
+        h = self.inputs.head_inputs(outline, z, predicted, arms and arms.factors)  # [N, D]
         predictions_of_heads, variance = predict_arms(h, query.slates, own)
-        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, predictions_of_heads[:, :-1]
         mean, apart = predictions_of_heads[:, -1], None
         reach = self.settings.nu**2 * variance
         agreeing = partial(group_sizes, pool["head"], h, mean, reach, slates.spread(query.own_row))
+        if arms is not None:
+            predictions_of_heads = predictions_of_heads + arms.effects[:, None]
+            mean, variance, apart = mean + arms.effects, variance + arms.variances, arms.variances
+        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, predictions_of_heads[:, :-1]
         if self.settings.memory:
             known = h[:, : 1 + self.inputs.seen]
             correction, left = memory_correction(known, slates, own, outline["gain"], self.settings.memory_radius)
-            apart = cast(outline["noise"] * left, h)  # [N] variance that is independent for each arm
-            mean, variance = mean + cast(correction, h), variance + apart
+            remembered = cast(outline["noise"] * left, h)  # [N] variance that is independent for each arm
+            mean, variance = mean + cast(correction, h), variance + remembered
+            apart = remembered if apart is None else apart + remembered
         sigma = library.sqrt(variance)
         notes[:, MEAN], notes[:, DEVIATION] = mean, library.sqrt(variance + outline["noise_held"])
         draws = None
@@ -312,18 +342,27 @@ class PosteriorLearner(Learner):
         ramps, user_offset = outline["ramps"], query.slates.spread(query.own["user_offset"])
         return slate, z, trunk_prediction(outline["layers"], ramps.values(z) if ramps else z, user_offset)
 
+    def _arms(self, outline: Any, query: Query, like: Array) -> QueryArms | None:
+        """What is known of the arms of a query; None when they have no ids."""
+        if query.arm_keys is None or not self.settings.arms:
+            return None
+        return QueryArms(*(cast(values, like) for values in outline["arms"].of(query.arm_keys)))
+
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
         _, z, predicted = self._encoded(outline, query)
         if not self.settings.heads:
             strangers = zeros((rows.shape[0], pool["head"].shape[0]), z)
             return Agreement(predicted[rows], 0 * predicted[rows], strangers, strangers > 0)
         # All arms are scored although few are needed: with fewer, sums may round differently than in `score_prepared`.
-        h = self.inputs.head_inputs(outline, z, predicted)  # [N, D]
+        arms = self._arms(outline, query, z)
+        h = self.inputs.head_inputs(outline, z, predicted, arms and arms.factors)  # [N, D]
         predictions_of_heads, variance = predict_arms(h, query.slates, query.own)
         prediction, reach = predictions_of_heads[:, -1][rows], (self.settings.nu**2 * variance)[rows]
         predictions = h[rows] @ pool["head"].mT  # [n, P]
         near = (predictions - prediction[:, None]) ** 2 <= reach[:, None]
         threshold = library_of(reach).sqrt(reach)
+        if arms is not None:  # the same for all users
+            prediction, predictions = prediction + arms.effects[rows], predictions + arms.effects[rows][:, None]
         return Agreement(prediction, threshold, predictions, without_own_row(near, query.own_row))
 
     def contributions(
@@ -343,50 +382,48 @@ class PosteriorLearner(Learner):
         if not batches:
             return {**shared, "epoch": shared["epoch"] + 1}
         refit = self.refit_due(epoch_events, total_events)
-        samples = Samples.of(batches, shared["since"])
+        samples = Samples.of(batches, shared)
         derived = self._after_drift_check(shared, samples)
-        samples = Samples.of(batches, derived["since"])
+        samples = Samples.of(batches, derived)
         derived |= calibration_state(samples, derived["since"])
         if refit:
             derived |= self.inputs.derive(derived, samples, self.slate_notes(samples.notes))
-        heads = [self.batch_head_inputs(derived, batch) for batch in batches]
-        users = Statistics.joined(
-            [
-                Statistics.of(h, batch.rewards, sample_weights(batch, derived["since"]))
-                for h, batch in zip(heads, batches, strict=True)
-            ]
-        )
-        weights = torch.cat([batch.weight for batch in batches]).to(users.events)  # [U]
+        weights = torch.cat([batch.weight for batch in batches]).to(torch.float64)  # [U]
+        if self.settings.arms:
+            derived |= self._derived_arms(derived, batches, weights, total_events, refit=refit)
+            samples = Samples.of(batches, derived)
+        heads = [self.head_samples(derived, batch) for batch in batches]
+        users = Statistics.joined([head.statistics() for head in heads])
         prior, kinds, user_weights = self._updated_prior(
             derived, users, weights, epoch_events, total_events, refit=refit
         )
         if self.settings.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
-            derived |= self._trained_trunk(
-                derived, samples.weighted_by_user(batches, user_weights), steps, total_events
-            )
+            left = torch.cat([head.targets.flatten() for head in heads])  # what arms do not explain
+            taught = replace(samples, rewards=left).weighted_by_user(batches, user_weights)
+            derived |= self._trained_trunk(derived, taught, steps, total_events)
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
             seek, spread = mixture_due(epoch_events, total_events, refit=refit), self.settings.group_spread
             derived |= derive_groups(
                 derived, prior, users, user_weights, spread=spread, seek=seek, total_events=total_events
             )
-            derived["guard"] = group_guard(batches, prior.noise, derived["since"])
+            derived["guard"] = group_guard(batches, prior.noise, derived)
         derived |= prior_state(prior) | kinds_state(kinds)
         pooled_from = WIDE_POOLED_FROM_EVENTS if self.inputs.narrowed else 0
         if self.settings.heads and self.settings.plain and total_events >= pooled_from:
-            earned = measured_trust(batches, prior.noise, derived["since"])
+            earned = measured_trust(batches, prior.noise, derived)
             trust = scheduled_trust(earned, samples, total_events, rare=not self.inputs.narrowed)
             derived |= PooledHead.fitted(users, user_weights, self.inputs.seen, prior, trust).state()
         if self.settings.memory and refit:
-            derived["gain"] = memory_gain(prior, users, heads, batches, self.inputs.seen, self.settings.memory_radius)
+            inputs, targets = [head.inputs for head in heads], [head.targets for head in heads]
+            derived["gain"] = memory_gain(
+                prior, users, inputs, targets, batches, self.inputs.seen, self.settings.memory_radius
+            )
         return {**derived, "epoch": shared["epoch"] + 1}
 
     def kinds(self, shared: State, batch: UserBatch) -> Tensor:
-        weights = sample_weights(batch, shared["since"])
-        return kinds_from_state(shared).kind_of(
-            Statistics.of(self.batch_head_inputs(shared, batch), batch.rewards, weights)
-        )
+        return kinds_from_state(shared).kind_of(self.head_samples(shared, batch).statistics())
 
     def influence(self, shared: State) -> Influence | None:
         kinds = kinds_from_state(shared)
@@ -396,12 +433,34 @@ class PosteriorLearner(Learner):
     def _after_drift_check(self, shared: State, samples: Samples) -> State:
         """If drift is detected: down-weight older samples and learn the prior from scratch."""
         changed = drift_detected(samples, shared["epoch"], shared["since"])
-        initial = Prior.initial(self.head_size)
+        initial = with_tastes(Prior.initial(self.head_size))
         restart = {**prior_state(initial), **kinds_state(Kinds.one(initial)), "since": shared["epoch"] + 1}
         restart["group_mixture"] = torch.zeros_like(shared["group_mixture"])  # its centres belong to the old prior
         return shared | {
             name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in restart.items()
         }
+
+    def _derived_arms(
+        self, derived: State, batches: Sequence[UserBatch], weights: Tensor, total_events: int, *, refit: bool
+    ) -> State:
+        """The arms' posteriors, and the prior that fits them."""
+        samples = []
+        for batch in batches:
+            z = self.inputs.standardized(derived, batch.features, self.slate_notes(batch.phi))
+            h = self.inputs.head_inputs(derived, z, batch.phi[..., TRUNK])[..., :-FACTORS]
+            recent = recency_weight(batch.epochs >= derived["since"], batch.rewards) * batch.valid
+            samples.append(ArmSamples(double(h), double(batch.rewards), double(recent), batch.arm_keys, batch.places))
+        prior, effects = derive_arms(
+            prior_from_state(derived),
+            ArmEffects.stored(derived),
+            samples,
+            weights,
+            seek=refit and total_events >= FACTORS_FROM_EVENTS,
+            generator=torch.Generator().manual_seed(self.settings.seed % SEEDS),
+        )
+        # Where no kind is excluded, its prior is that of all users.
+        kinds = kinds_from_state(derived)
+        return effects.state() | prior_state(prior) | kinds_state(replace(kinds, prior=prior))
 
     def _trained_trunk(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:
         """The trunk after so many steps on replayed samples."""
@@ -425,7 +484,7 @@ class PosteriorLearner(Learner):
         steps = EM_STEPS_REFIT if refit else EM_STEPS
         everyone = kinds.prior
         for _ in range(steps):
-            everyone = everyone.em_step(users, weights)
+            everyone = with_tastes(everyone.em_step(users, weights))
         kinds, guard = replace(kinds, prior=everyone), derived["guard"]
         if self.settings.teaching:
             seed = self.settings.seed
@@ -435,5 +494,5 @@ class PosteriorLearner(Learner):
         # Where groups predict better, they already separate users, and all users keep their weight.
         user_weights = torch.where(guard < GROUPS_HELP, weights * kinds.weights_of(users), weights)  # [U]
         for _ in range(steps):
-            prior = prior.em_step(users, user_weights)
+            prior = with_tastes(prior.em_step(users, user_weights))
         return prior, kinds, user_weights

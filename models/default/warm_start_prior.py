@@ -20,6 +20,7 @@ from typing import Final, final
 
 import numpy as np
 
+from metaban.models.default.arms import FACTORS
 from metaban.models.default.inputs import ArmInputs
 from metaban.models.default.prior import Prior
 from metaban.models.numerics.arrays import Array, Arrays, double, inverse, library_of, zeros
@@ -43,14 +44,13 @@ class WarmStartPrior:
         self._inputs = inputs
         self._count = count
         #: Numbers of a warm start, trust included.
-        self.size = 1 + count + inputs.products + 1 + 1
+        self.size = 1 + count + inputs.products + 1 + FACTORS + 1
 
     def raw(self, basis: Arrays, heads: Array) -> Array:
         """Heads in a basis [B, D] as raw coefficients [B, size − 1], float64."""
         heads, mean, scale = double(heads), double(basis["mean"]), double(basis["scale"])
         linear, products = self._split(heads)
-        if self._inputs.narrowed:
-            linear = linear @ double(basis["directions"]).mT
+        linear = self._widened(linear, basis)
         varying = double(abs(mean) < CONSTANT_RATIO * scale)  # [d]
         shift, linear = varying * mean / scale, varying * linear
         constant = heads[:, 0] - linear @ shift
@@ -61,7 +61,7 @@ class WarmStartPrior:
             turned = squares @ shift  # [B, d]
             constant, linear = constant + turned @ shift, linear - 2 * turned
             products = _pairs(squares / scale / scale[:, None])
-        return _joined(constant, linear / scale, products, heads[:, -1])
+        return _joined(constant, linear / scale, products, heads[:, -1 - FACTORS :])
 
     def heads(self, basis: Arrays, raw: Array) -> Array:
         """Raw coefficients [B, size − 1] as heads in a basis [B, D], float64."""
@@ -75,12 +75,12 @@ class WarmStartPrior:
             squares = squares * scale * scale[:, None]
             constant = constant + _traces(squares)
             products = _pairs(squares)
-        linear = linear * scale
+        linear = (linear * scale)[:, : self._inputs.head_inputs_count]
         if self._inputs.narrowed:
             directions = double(basis["directions"])
             # Least squares over the inputs' distribution, since principal directions are scaled to unit variance.
             linear = linear @ directions @ inverse(directions.mT @ directions)
-        return _joined(constant, linear, products, raw[:, -1])
+        return _joined(constant, linear, products, raw[:, -1 - FACTORS :])
 
     def statistics(self, basis: Arrays, prior: Prior, starts: Array) -> tuple[Array, Array]:
         """A₀ [B, D, D] and b₀ [B, D] of warm starts [B, size] under a prior, float64; 0 for a start of trust 0."""
@@ -100,6 +100,13 @@ class WarmStartPrior:
         moment = prior.noise / left * ((head - left * prior.mean) @ prior.precision)
         return gram, library.where(trust > 0, moment, 0.0)
 
+    def _widened(self, linear: Array, basis: Arrays) -> Array:
+        """Coefficients of what heads see [B, c] as coefficients of all standardised inputs [B, d]."""
+        if self._inputs.narrowed:
+            linear = linear @ double(basis["directions"]).mT
+        missing = self._count - linear.shape[1]
+        return library_of(linear).concatenate([linear, zeros((linear.shape[0], missing), linear)], -1)
+
     @property
     def _exact_products(self) -> bool:
         """Whether heads have products of the inputs themselves, not of projections."""
@@ -107,13 +114,14 @@ class WarmStartPrior:
 
     def _split(self, values: Array) -> tuple[Array, Array]:
         """The linear part [B, …] and the products' part [B, products]."""
-        end = values.shape[1] - 1
+        end = values.shape[1] - 1 - FACTORS
         return values[:, 1 : end - self._inputs.products], values[:, end - self._inputs.products : end]
 
 
-def _joined(constant: Array, linear: Array, products: Array, trunk: Array) -> Array:
-    """The inverse of `_split`, with the constant [B] first and the trunk's coefficient [B] last."""
-    return library_of(constant).concatenate([constant[:, None], linear, products, trunk[:, None]], -1)
+def _joined(constant: Array, linear: Array, products: Array, others: Array) -> Array:
+    """The inverse of `_split`, with the constant [B] first; last, the coefficients of the trunk and of factors, which
+    do not depend on the basis [B, 1 + r]."""
+    return library_of(constant).concatenate([constant[:, None], linear, products, others], -1)
 
 
 def _symmetric(products: Array, side: int) -> Array:

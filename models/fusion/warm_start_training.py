@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metaban.models.default.evidence import sample_weights
 from metaban.models.default.influence import kinds_from_state
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Prior, Statistics, prior_from_state
@@ -143,13 +142,13 @@ def gather(learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch
     """Sources from users' samples, and profiles [n, d] in the same order."""
     parts, firsts, rewards, valids, inputs = [], [], [], [], []
     for batch in batches:
-        h = learner.batch_head_inputs(shared, batch).detach()
-        weights = sample_weights(batch, shared["since"])
-        parts.append(Statistics.of(h, batch.rewards, weights))
+        samples = learner.head_samples(shared, batch)
+        h = samples.inputs.detach()
+        parts.append(samples.statistics())
         short = max(0, FIRST_REWARDS - h.shape[1])
         pad = torch.nn.functional.pad
         firsts.append(pad(h[:, :FIRST_REWARDS].double(), (0, 0, 0, short)).cpu())
-        rewards.append(pad(batch.rewards[:, :FIRST_REWARDS].double(), (0, short)).cpu())
+        rewards.append(pad(samples.targets[:, :FIRST_REWARDS].double(), (0, short)).cpu())
         valids.append(pad(batch.valid[:, :FIRST_REWARDS].double(), (0, short)).cpu())
         inputs.append(h[batch.valid].double().cpu())
     joined = Statistics.joined(parts)

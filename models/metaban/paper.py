@@ -68,7 +68,7 @@ class MetaBanLearner(Learner):
         self.shape = Shape(inputs, settings.width, settings.depth)
         self.network_size = self.shape.parameters
         self.dtype = dtype
-        self.input_size = inputs
+        self.input_size = self.arm_inputs = inputs
         self.threshold = group_threshold(settings.nu, settings.gamma)
         #: Whether the bonus is the posterior deviation; user states then hold a root of its covariance.
         self.uses_posterior_bonus = settings.bonus == "posterior"

@@ -242,7 +242,8 @@ def check_size(learner: LearnerSettings, layout: dict[str, Any] | None, *, blame
     try:
         build_learner(learner, 1)  # first: if this fails, the layout is not the cause
         if layout is not None:
-            build_learner(learner, FeatureLayout.from_json(layout).dimension)
+            inputs = FeatureLayout.from_json(layout)
+            build_learner(learner, inputs.dimension, arm_inputs=inputs.arm)
     except ValueError as error:
         raise SettingsError(f"{blamed}: {error}") from error
 

@@ -234,6 +234,7 @@ class FusionTrainer:
         task = FusionTask(
             learner=record.learner,
             inputs=trainer.learner.input_size,
+            arm_inputs=trainer.learner.arm_inputs,
             seed=record.seed + version,
             threads=self._schedule.threads,
             rounds=self._schedule.rounds,

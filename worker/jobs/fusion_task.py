@@ -47,6 +47,7 @@ class FusionTask:
 
     learner: dict[str, Any]  # settings, as in the namespace's record
     inputs: int
+    arm_inputs: int
     seed: int
     threads: int
     rounds: int | None  # of the fit; None: the default
@@ -59,7 +60,7 @@ class FusionTask:
         tensors |= {SHARED + name: array for name, array in self.shared.items()}
         for place, batch in enumerate(self.batches):
             tensors |= {f"{BATCH}{place}.{name}": array for name, array in batch.items()}
-        plain = {name: getattr(self, name) for name in ("learner", "inputs", "seed", "threads", "rounds")}
+        plain = {name: getattr(self, name) for name in ("learner", "inputs", "arm_inputs", "seed", "threads", "rounds")}
         return encode_tensors(tensors, {"task": json.dumps(plain), "batches": str(len(self.batches))})
 
     @staticmethod

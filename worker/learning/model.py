@@ -114,7 +114,8 @@ class NamespaceModel:
         if record.layout is None:
             return None
         settings = stored_settings(record.learner)
-        learner = build_learner(settings, FeatureLayout.from_json(record.layout).dimension)
+        layout = FeatureLayout.from_json(record.layout)
+        learner = build_learner(settings, layout.dimension, arm_inputs=layout.arm)
         trainer = Trainer(learner, self._device, user_weight=settings.user_weight, rules=record.reward_rules)
         return trainer, self._shared(trainer, published)
 

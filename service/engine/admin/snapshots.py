@@ -139,7 +139,8 @@ class KnownLearners:
 
     def records(self, learner: dict[str, Any], layout: dict[str, Any]) -> LearnerRecords:
         """The checks for a learner with these settings."""
-        return LearnerRecords(build_learner(stored_settings(learner), FeatureLayout.from_json(layout).dimension))
+        inputs = FeatureLayout.from_json(layout)
+        return LearnerRecords(build_learner(stored_settings(learner), inputs.dimension, arm_inputs=inputs.arm))
 
     def difference(self, learner: dict[str, Any], other: dict[str, Any]) -> str:
         """The settings that make the records of the two learners incompatible, as text."""
