@@ -48,7 +48,6 @@ from metaban.store.catalogue import CatalogueStore
 from metaban.store.client.cluster import is_cluster_url
 from metaban.store.client.connection import NO_LIMIT, check_server, connect, drop_idle, waitaof_refusal
 from metaban.store.decisions.decisions import DecisionStore
-from metaban.store.decisions.default_rewards import AwaitedRewardStore
 from metaban.store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from metaban.store.events.stream import EventStream
 from metaban.store.namespaces import MAX_RACES, NamespaceRecord, NamespaceStore
@@ -160,8 +159,7 @@ class Engine:
         selector = Selector(live, users, host, CandidateFinder(guard, host, self._catalogue), self.metrics)
         profiles = ProfileReader(live, self._namespaces, host)
         self.decider = Decider(live, guard, decisions, selector, profiles, self.metrics)
-        awaiting = AwaitedRewardStore(self._redis, keys)
-        self.feedback = Feedback(live, guard, users, decisions, self._events, awaiting, host, self.metrics)
+        self.feedback = Feedback(live, guard, users, decisions, self._events, host, self.metrics)
         self.snapshots = SnapshotAdmin(self._redis, settings, live.record)
         self.arms = ArmAdmin(settings, guard, catalogue_store, host, self.snapshots.jobs)
         self.users = UserAdmin(
