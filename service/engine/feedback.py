@@ -53,6 +53,10 @@ class Feedback:
         self._host = host
         self._metrics = metrics
         self._log = log.bind(namespace=metrics.namespace)
+        #: Rewards accepted by this process; the latest of them, scaled to 0..1, and how many in a row are equal to it.
+        self.accepted = 0
+        self.latest = 0.0
+        self.equal = 0
 
     async def accept(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, return when the served parameters include them.
@@ -105,8 +109,12 @@ class Feedback:
                 continue
             if entry.status == "accepted":
                 accepted += 1
-                self._metrics.reward.observe(events[index].reward)
+                reward = events[index].reward
+                self._metrics.reward.observe(reward)
+                self.equal = self.equal + 1 if reward == self.latest else 1
+                self.latest = reward
             stored.append((events[index], entry))
+        self.accepted += accepted
         if rejected:
             await self._count_late(commands, rejected, decisions, window_ms)
         applied: bool | None = None

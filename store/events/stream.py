@@ -12,6 +12,7 @@ The status of a partition, except its owner, is read by one script, so that its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -325,6 +326,12 @@ class EventStream:
     async def _add_attempts(self, delivery: Delivery, consumer: str, number: int) -> int:
         keys = [self._keys.events(delivery.partition), self._keys.attempts(delivery.partition)]
         return as_int(await self._attempt.call(keys, [LEARNERS, consumer, delivery.entry_id, number]))
+
+    async def count_defaults(self, created: Iterable[Enqueued]) -> None:
+        """Count default rewards that were enqueued. For monitoring only."""
+        counts = Counter(each.partition for each in created)
+        commands = [("HINCRBY", self._keys.counters(each), "defaulted", count) for each, count in counts.items()]
+        await pipeline(self._redis, commands)
 
     async def rewarded(self, arms: Iterable[tuple[str, str, str]]) -> list[bool]:
         """For each (user id, decision id, arm id), whether a reward was accepted within the dedupe window.

@@ -102,8 +102,9 @@ class DefaultRewards:
             events = await self._events(members, rules, reward)
             if events:
                 answers = await self._streams.enqueue(events)
-                created = sum(answer.status == "accepted" for answer in answers)
-                log.info("default_rewards_created", partition=partition, rewards=created)
+                created = [answer for answer in answers if answer.status == "accepted"]
+                await self._streams.count_defaults(created)
+                log.info("default_rewards_created", partition=partition, rewards=len(created))
         reach("worker-before-settle")
         await self._awaiting.settle(partition, members)
         return len(members)
