@@ -44,6 +44,9 @@ Repeated: TypeAlias = Literal["first", "last", "sum"]
 #: Longest wait for a reward, and longest window: a year.
 WAIT_MAX_S: Final = 31_536_000.0
 
+#: Wait for a reward unless another is set, in seconds; never longer than the reward window.
+WAIT_S: Final = 600.0
+
 #: A day, and a week.
 WINDOW_S: Final = 86_400
 DEDUPE_WINDOW_S: Final = 604_800
@@ -58,9 +61,9 @@ class RewardRules:
     #: Range of the rewards that clients send; learners see it scaled to 0..1.
     reward_min: float = 0.0
     reward_max: float = 1.0
-    #: Reward of a decision that got none in time; None: such a decision is not learned from.
+    #: Reward of an arm that got none in time; None: such an arm is not learned from. 0 is allowed in every range.
     default_reward: float | None = None
-    #: Time to wait for a reward before the default one.
+    #: Time to wait for a reward before the default one; None: WAIT_S, or the reward window if that is shorter.
     wait_s: float | None = None
     #: How long after a decision its rewards are learned.
     window_s: float = WINDOW_S
@@ -80,11 +83,8 @@ class RewardRules:
         if self.reward_min >= self.reward_max:
             raise ValueError("reward_min must be below reward_max")
         object.__setattr__(self, "range", RewardRange(self.reward_min, self.reward_max))
-        if self.default_reward is not None:
-            if not self.reward_min <= self.default_reward <= self.reward_max:
-                raise ValueError(f"the default reward must lie between {self.reward_min:g} and {self.reward_max:g}")
-            if self.wait_s is None:
-                raise ValueError("default_reward needs reward_wait_s, the time to wait for other rewards")
+        if self.default_reward and not self.range.takes(self.default_reward):
+            raise ValueError(f"the default reward must be 0 or lie between {self.reward_min:g} and {self.reward_max:g}")
         if self.wait_s is not None and not 0 < self.wait_s <= WAIT_MAX_S:
             raise ValueError(f"the wait for a reward must be above 0 and at most {WAIT_MAX_S:g} s")
         if not all(0 < window_s <= WAIT_MAX_S for window_s in windows):
@@ -97,11 +97,20 @@ class RewardRules:
                 "twice"
             )
 
+    @property
+    def reward_of_silence(self) -> float | None:
+        """The default reward; the lower end of the range instead of a 0 outside of it."""
+        default = self.default_reward
+        return self.reward_min if default is not None and not self.range.takes(default) else default
+
+    @property
+    def waited_s(self) -> float:
+        """Time to wait for a reward before the default one."""
+        return min(WAIT_S, self.window_s) if self.wait_s is None else self.wait_s
+
     def overdue_ms(self, since_ms: int) -> int | None:
         """Time when a decision that counts from `since_ms` gets the default reward; None if there is none."""
-        if self.default_reward is None or self.wait_s is None:
-            return None
-        return since_ms + max(1, round(self.wait_s * 1_000))
+        return None if self.default_reward is None else since_ms + max(1, round(self.waited_s * 1_000))
 
     def to_json(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}

@@ -92,6 +92,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "engine.model",
         "engine.recommend",
         "engine.feedback",
+        "engine.reward_watch",
         "engine.admin",
         "engine.engine",
         "engine.registry",

@@ -164,7 +164,10 @@ class NamespaceWorker:
             candidate_pool=built_with.candidate_pool,
         )
         fit_batcher = FitBatcher(self._compute, ending)
-        publisher = Publisher(streams, users, model, fit_batcher, consumer=token, samples_kept=built_with.samples_kept)
+        awaiting = AwaitedRewardStore(redis, record.keys)
+        publisher = Publisher(
+            streams, users, awaiting, model, fit_batcher, consumer=token, samples_kept=built_with.samples_kept
+        )
         waiting = EventStream(
             self._reading,
             record.keys,
@@ -187,7 +190,7 @@ class NamespaceWorker:
             ),
         )
         default_rewards = DefaultRewards(
-            AwaitedRewardStore(redis, record.keys),
+            awaiting,
             DecisionStore(redis, record.keys, ttl_s=1),  # only read
             streams,
             model,

@@ -26,6 +26,7 @@ from metaban.service.engine.recommend.catalogue import Catalogue
 from metaban.service.engine.recommend.decide import Decider
 from metaban.service.engine.recommend.profiles import ProfileReader
 from metaban.service.engine.recommend.select import Selector
+from metaban.service.engine.reward_watch import RewardWatch
 from metaban.service.engine.store_guard import StoreGuard
 from metaban.service.settings.environment import (
     WAITAOF_ADVICE,
@@ -48,7 +49,6 @@ from metaban.store.catalogue import CatalogueStore
 from metaban.store.client.cluster import is_cluster_url
 from metaban.store.client.connection import NO_LIMIT, check_server, connect, drop_idle, waitaof_refusal
 from metaban.store.decisions.decisions import DecisionStore
-from metaban.store.decisions.default_rewards import AwaitedRewardStore
 from metaban.store.errors import NamespaceConflict, StoreReset, StoreUnavailable
 from metaban.store.events.stream import EventStream
 from metaban.store.namespaces import MAX_RACES, NamespaceRecord, NamespaceStore
@@ -95,6 +95,8 @@ class Engine:
     #: Answers /recommend and takes /feedback.
     decider: Decider
     feedback: Feedback
+    #: Tells when nothing can be learned from the rewards.
+    watch: RewardWatch
     arms: ArmAdmin
     users: UserAdmin
     groups: GroupAdmin
@@ -118,6 +120,7 @@ class Engine:
         self._compute = TensorThread()
         self._host: ModelHost | None = None
         self._updating: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         #: Whether the namespace was deleted on purpose; it may have been created again.
         self.succeeded = False
         self._log = log.bind(namespace=settings.namespace)
@@ -160,8 +163,8 @@ class Engine:
         selector = Selector(live, users, host, CandidateFinder(guard, host, self._catalogue), self.metrics)
         profiles = ProfileReader(live, self._namespaces, host)
         self.decider = Decider(live, guard, decisions, selector, profiles, self.metrics)
-        awaiting = AwaitedRewardStore(self._redis, keys)
-        self.feedback = Feedback(live, guard, users, decisions, self._events, awaiting, host, self.metrics)
+        self.feedback = Feedback(live, guard, users, decisions, self._events, host, self.metrics)
+        self.watch = RewardWatch(live, guard, users, self.decider, self.feedback, self.metrics)
         self.snapshots = SnapshotAdmin(self._redis, settings, live.record)
         self.arms = ArmAdmin(settings, guard, catalogue_store, host, self.snapshots.jobs)
         self.users = UserAdmin(
@@ -183,6 +186,8 @@ class Engine:
         await host.start()
         await self._catalogue.start()
         guard.start()
+        # An empty context: its log lines must not carry the id of the request that opened the namespace.
+        self._watching = asyncio.create_task(self.watch.run(), context=Context())
         self._log.info("engine_ready", store=info.version, preset=learner.preset)
 
     async def _open(self, made: NamespaceRecord | None) -> NamespaceRecord:
@@ -208,9 +213,10 @@ class Engine:
             await self.users.stop()
         await self._guard.stop()
         self._guard.retire("the namespace was closed")
-        if self._updating is not None:
-            self._updating.cancel()
-            await asyncio.gather(self._updating, return_exceptions=True)
+        for task in (self._updating, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._host is not None:
             await self._host.stop()
         # Off the event loop: it waits for the job in progress.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import final
 
@@ -21,7 +21,6 @@ from metaban.store.client.connection import ServerInfo, Store, waitaof_refusal
 from metaban.store.client.node import Confirmation
 from metaban.store.codec import now_ms
 from metaban.store.decisions.decisions import BASELINE, DecisionRecord, DecisionStore
-from metaban.store.decisions.default_rewards import AwaitedReward, AwaitedRewardStore
 from metaban.store.errors import StoreError
 from metaban.store.events.event import RewardEvent, plain_event_id
 from metaban.store.events.stream import ARM_REWARDS_MAX, Enqueued, EventStream
@@ -43,12 +42,10 @@ class Feedback:
         users: UserStore,
         decisions: DecisionStore,
         events: EventStream,
-        awaiting: AwaitedRewardStore,
         host: ModelHost,
         metrics: NamespaceMetrics,
     ) -> None:
         self._live = live
-        self._awaiting = awaiting
         self._guard = guard
         self._users = users
         self._decisions = decisions
@@ -56,6 +53,10 @@ class Feedback:
         self._host = host
         self._metrics = metrics
         self._log = log.bind(namespace=metrics.namespace)
+        #: Rewards accepted by this process; the latest of them, scaled to 0..1, and how many in a row are equal to it.
+        self.accepted = 0
+        self.latest = 0.0
+        self.equal = 0
 
     async def accept(self, commands: list[RewardCommand], *, wait_applied: bool) -> FeedbackOutcome:
         """Enqueue rewards for learning; with `wait_applied`, return when the served parameters include them.
@@ -92,7 +93,7 @@ class Feedback:
         reach("server-before-enqueue")
         entries = await self._guard.call(partial(self._events.enqueue, list(events.values()))) if events else []
         reach("server-after-enqueue")
-        accepted: list[RewardEvent] = []
+        accepted = 0
         stored: list[tuple[RewardEvent, Enqueued]] = []
         for index, entry in zip(events, entries, strict=True):
             if entry.status == "void":
@@ -107,11 +108,13 @@ class Feedback:
                 rejected[index] = RejectedReward(index, "too-many-rewards", detail)
                 continue
             if entry.status == "accepted":
-                accepted.append(events[index])
-                self._metrics.reward.observe(events[index].reward)
+                accepted += 1
+                reward = events[index].reward
+                self._metrics.reward.observe(reward)
+                self.equal = self.equal + 1 if reward == self.latest else 1
+                self.latest = reward
             stored.append((events[index], entry))
-        if rules.default_reward is not None:
-            await self._settle(accepted, decisions)
+        self.accepted += accepted
         if rejected:
             await self._count_late(commands, rejected, decisions, window_ms)
         applied: bool | None = None
@@ -120,21 +123,7 @@ class Feedback:
                 waits = [self._wait(event, entry, timeout_s) for event, entry in stored]
                 applied = bool(waits) and all(await asyncio.gather(*waits))
         refused = tuple(rejected[index] for index in sorted(rejected)) if rejected else ()
-        return FeedbackOutcome(len(accepted), len(stored) - len(accepted), refused, applied)
-
-    async def _settle(self, events: Iterable[RewardEvent], decisions: Mapping[str, DecisionRecord]) -> None:
-        """Remove arms that got their reward from those awaiting a default reward.
-
-        If this fails, a worker does it, or makes a default reward that has no effect beside the true one.
-        """
-        awaited = []
-        for event in events:
-            items = decisions[event.decision_id].items
-            awaited += [AwaitedReward(event.decision_id, item.rank) for item in items if item.arm_id == event.arm_id]
-        try:
-            await self._guard.call(lambda: self._awaiting.settle_all(awaited))
-        except StoreError as error:
-            self._log.warning("default_rewards_not_cancelled", rewards=len(awaited), error=str(error))
+        return FeedbackOutcome(accepted, len(stored) - accepted, refused, applied)
 
     async def _count_late(
         self,

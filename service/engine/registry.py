@@ -14,6 +14,7 @@ from metaban.models.features import FeatureLayout
 from metaban.models.settings import stored_settings
 from metaban.service.engine.commands import CheckResult
 from metaban.service.engine.engine import Connections, Engine
+from metaban.service.engine.reward_watch import LearningWarning
 from metaban.service.errors import NamespaceExists, NotFound, Unavailable
 from metaban.service.settings.environment import Settings, SettingsError, learner_settings, reward_rules
 from metaban.service.settings.namespace import check_size, overridden
@@ -200,6 +201,10 @@ class EngineRegistry:
         if "store" in checks and serving and self.default.serving is None:
             checks["store"] = replace(checks["store"], vital=all(check.vital for check in serving))
         return checks
+
+    def warnings(self) -> list[tuple[str, LearningWarning]]:
+        """Why namespaces cannot learn, with their names."""
+        return [(name, each) for name, engine in self._engines.items() for each in engine.watch.warnings]
 
     async def refresh_gauges(self) -> None:
         """Update the gauges whose values are in the store; raises the first error after all namespaces were tried."""

@@ -60,6 +60,9 @@ REWARD_SETTINGS: Final = {
     "dedupe_window_s": "dedupe_window_s",
 }
 
+#: Value of `default_reward` that means none, in variables and in requests.
+OFF: Final = "off"
+
 
 def within(name: str) -> Interval:
     """The range of a learner setting, for a field of that name; the preset may narrow it."""
@@ -297,11 +300,14 @@ class Settings(BaseSettings):
     reward_min: float = Field(default=0.0, description="Smallest possible reward; learned as 0.")
     reward_max: float = Field(default=1.0, description="Largest possible reward; learned as 1.")
     default_reward: float | None = Field(
-        default=None,
-        description="Reward learned for a decision that got none within reward_wait_s. Unset: nothing is learned.",
+        default=0.0,
+        description="Reward learned for each arm of a decision that got none within reward_wait_s; off: nothing is "
+        "learned from it. A 0 outside the range of rewards counts as the lower end.",
     )
     reward_wait_s: float | None = Field(
-        default=None, description="Seconds after a decision before default_reward is learned."
+        default=None,
+        description="Seconds after a decision before default_reward is learned. Unset: 600, or reward_window_s if that "
+        "is shorter.",
     )
     dedupe_window_s: int = Field(
         default=DEDUPE_WINDOW_S,
@@ -405,6 +411,11 @@ class Settings(BaseSettings):
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
 
+    @field_validator("default_reward", mode="before")
+    @classmethod
+    def _none_if_off(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.strip().lower() == OFF else value
+
     @property
     def appendfsync(self) -> Literal["everysec", "always"]:
         """How often a private Valkey syncs its file to disk."""
@@ -486,6 +497,15 @@ def reward_rules(settings: Settings) -> RewardRules:
     except ValueError as error:
         given = [variable_of(name) for name in REWARD_SETTINGS if name in settings.model_fields_set]
         raise SettingsError(f"{', '.join(given)}: {error}") from None
+
+
+def shown_rules(rules: RewardRules) -> dict[str, JsonValue]:
+    """Reward rules as settings, with the values that are in effect for unset ones."""
+    fields = rules.to_json()
+    shown = {name: fields[field] for name, field in REWARD_SETTINGS.items()}
+    if rules.default_reward is None:
+        shown["default_reward"] = OFF
+    return {**shown, "reward_wait_s": rules.waited_s}
 
 
 def check_retention(retention_days: int, decisions_kept_s: float) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
 import structlog
@@ -24,6 +24,7 @@ from metaban.models.presets import build_learner
 from metaban.models.settings import LearnerSettings, stored_settings
 from metaban.service.settings.environment import (
     OF_EVERY_PRESET,
+    OFF,
     REWARD_SETTINGS,
     Settings,
     SettingsError,
@@ -31,6 +32,7 @@ from metaban.service.settings.environment import (
     describe_errors,
     learner_settings,
     reward_rules,
+    shown_rules,
     variable_of,
 )
 from metaban.store.client.connection import connect
@@ -86,16 +88,14 @@ class LiveSettings:
 
     def values(self) -> dict[str, JsonValue]:
         """The settings that can change at run time; None where the learner has no such setting."""
-        rules = self.rules.to_json()
         values = {name: getattr(self.settings, name) for name in LIVE}
         values |= {name: self.record.learner.get(name) for name in LIVE_LEARNER}
-        values |= {name: rules[field] for name, field in REWARD_SETTINGS.items()}
-        return {**values, "baseline": list(self.settings.baseline)}
+        return {**values, **shown_rules(self.rules), "baseline": list(self.settings.baseline)}
 
     def proposed(self, patch: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the record after a patch, in which None resets a setting to the value of the deployment.
 
-        A setting that is None already stays: what `values` returns can be sent back.
+        A setting that has the value already stays: what `values` returns can be sent back.
         """
         record = self.record
         overrides = {name: value for name, value in {**record.overrides, **patch}.items() if value is not None}
@@ -115,11 +115,11 @@ class LiveSettings:
 
     def _proposed_rewards(self, patch: Mapping[str, Any]) -> dict[str, Any]:
         default, rewards = reward_rules(self._deployment).to_json(), self.rules.to_json()
-        sent = [name for name in REWARD_SETTINGS if name in patch]
+        shown, sent = shown_rules(self.rules), [name for name in REWARD_SETTINGS if name in patch]
         for name in sent:
-            field = REWARD_SETTINGS[name]
-            if rewards[field] is not None or patch[name] is not None:
-                rewards[field] = default[field] if patch[name] is None else patch[name]
+            if patch[name] != shown[name]:
+                field, off = REWARD_SETTINGS[name], patch[name] == OFF
+                rewards[field] = default[field] if patch[name] is None else None if off else patch[name]
         try:
             return RewardRules(**rewards).to_json()
         except ValueError as error:
@@ -152,7 +152,10 @@ def created_learner(deployment: Settings, record: NamespaceRecord) -> LearnerSet
 async def complete(namespaces: NamespaceStore, record: NamespaceRecord, deployment: Settings) -> NamespaceRecord:
     """Fill in from the environment what the record of an older version lacks."""
     learner = {name: getattr(deployment, name) for name in OF_EVERY_PRESET}
-    return await namespaces.fill(record, learner=learner, rewards=reward_rules(deployment))
+    rewards = reward_rules(deployment)
+    if "default_reward" not in deployment.model_fields_set:
+        rewards = replace(rewards, default_reward=None)  # a namespace of a version that had none learns as before
+    return await namespaces.fill(record, learner=learner, rewards=rewards)
 
 
 async def replace_invalid_learner(
@@ -202,11 +205,10 @@ def differences(deployment: Settings, record: NamespaceRecord) -> Iterator[Diffe
             yield Difference(variable_of(name), recorded, value)
         elif "learner" in given and name in deployment.learner:
             yield Difference(f"{variable_of('learner')} ({name})", recorded, value)
-    rewards = record.rewards or {}
+    recorded_rules, wanted_rules = shown_rules(record.reward_rules), shown_rules(reward_rules(deployment))
     for name, field in REWARD_SETTINGS.items():
-        value = getattr(deployment, name)
-        if name in given and rewards.get(field, value) != value:
-            yield Difference(variable_of(name), rewards[field], value)
+        if name in given and field in (record.rewards or {}) and recorded_rules[name] != wanted_rules[name]:
+            yield Difference(variable_of(name), recorded_rules[name], wanted_rules[name])
 
 
 async def all_differences(deployment: Settings, redis_url: str) -> list[tuple[str, Difference]]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, final, get_args, get_origin
 
 import structlog
 
-from metaban.service.settings.environment import LEARNER_SETTINGS, PREFIX, Settings, variable_of
+from metaban.service.settings.environment import LEARNER_SETTINGS, OFF, PREFIX, Settings, variable_of
 from metaban.store.failpoints import FAILPOINTS_VARIABLE
 from metaban.store.processes import SUPERVISED_VARIABLE
 
@@ -46,7 +46,7 @@ def setting_rows(settings: Settings) -> Iterator[tuple[str, str, str]]:
         if not field.repr:
             text = "(set)" if value else "(unset)"
         elif value is None:
-            text = "(the preset's)" if name in LEARNER_SETTINGS else "(unset)"
+            text = "(the preset's)" if name in LEARNER_SETTINGS else OFF if name == "default_reward" else "(unset)"
         else:
             text = _as_set(value)
         meaning = field.description or ""

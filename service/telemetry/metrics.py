@@ -6,10 +6,10 @@ Metrics of a namespace have its name as their first label; `Metrics.of` binds it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Final, final
+from typing import Final, Literal, TypeAlias, final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector, Summary
 from prometheus_client.exposition import choose_encoder
@@ -36,6 +36,9 @@ STAGES: Final = ("intake", "load", "fusion", "score", "record")
 
 #: What scores users without rewards: the prior, or a warm start.
 COLD_STARTS: Final = ("meta", "fusion")
+
+#: Codes of the warnings that a namespace cannot learn (`metaban.service.engine.reward_watch`).
+WarningCode: TypeAlias = Literal["rewards-equal", "rewards-missing"]
 
 OUTCOMES: Final = ("accepted", "duplicate", "rejected")
 
@@ -162,6 +165,12 @@ class Metrics:
                 ("coverage", "Share of these rewards inside the 90 % interval of their prediction."),
             )
         }
+        self.learning_warnings = gauge(
+            "metaban_learning_warning",
+            "1 while nothing can be learned from the rewards, by code: rewards-equal or rewards-missing.",
+            "namespace",
+            "code",
+        )
         self.users_resident = gauge("metaban_users_resident", "Users whose parameters are in memory.", "namespace")
         self.events = gauge(
             "metaban_events",
@@ -191,7 +200,7 @@ class Metrics:
             self.rewards, self.reward, self.backlog, self.backlog_fill, self.oldest_event_age, self.dead_letters,
             self.store_up, self.served_epoch, self.served_epoch_made, self.epoch_due, self.users_resident,
             self.events, self.freshness_seconds, self.cold_starts, self.fusion_version, self.fusion_sources,
-            *self.calibration.values(),
+            self.learning_warnings, *self.calibration.values(),
         ):  # fmt: skip
             metric.remove_by_labels({"namespace": namespace})
 
@@ -216,6 +225,7 @@ class NamespaceMetrics:
         self._freshness_seconds = metrics.freshness_seconds
         self._rewards = {outcome: metrics.rewards.labels(namespace, outcome) for outcome in OUTCOMES}
         self._cold_starts = {kind: metrics.cold_starts.labels(namespace, kind) for kind in COLD_STARTS}
+        self._warnings = {code: metrics.learning_warnings.labels(namespace, code) for code in get_args(WarningCode)}
         self._replayed = metrics.replayed_decisions.labels(namespace)
         self._unlogged = metrics.unlogged_decisions.labels(namespace)
         self.reward = metrics.reward.labels(namespace)
@@ -285,6 +295,11 @@ class NamespaceMetrics:
                 metric.remove_by_labels({"namespace": self.namespace})
             else:
                 metric.labels(self.namespace).set(value)
+
+    def set_warnings(self, codes: Collection[WarningCode]) -> None:
+        """Set which warnings hold."""
+        for code, metric in self._warnings.items():
+            metric.set(code in codes)
 
     def set_events(self, counts: Mapping[str, int]) -> None:
         """Set the event counters of the store, by state."""

@@ -12,6 +12,7 @@ The status of a partition, except its owner, is read by one script, so that its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -30,7 +31,7 @@ from metaban.store.client.connection import (
     reads_together,
     refusal_code,
 )
-from metaban.store.client.node import Argument, Confirmation
+from metaban.store.client.node import Argument, Command, Confirmation
 from metaban.store.client.scripts import ScriptCall, load_script
 from metaban.store.errors import BacklogFull, CorruptRecord, StoreError, StoreReset, raise_translated
 from metaban.store.events.dead_letters import RETRY_AFTER_S, DeadLetterStore
@@ -326,11 +327,22 @@ class EventStream:
         keys = [self._keys.events(delivery.partition), self._keys.attempts(delivery.partition)]
         return as_int(await self._attempt.call(keys, [LEARNERS, consumer, delivery.entry_id, number]))
 
-    async def seen(self, ids: Iterable[tuple[str, str]]) -> list[bool]:
-        """For each (user id, event id), whether that event was accepted within the dedupe window."""
-        return [
-            bool(reply) for reply in await pipeline(self._redis, [("EXISTS", self._keys.seen(*pair)) for pair in ids])
-        ]
+    async def count_defaults(self, created: Iterable[Enqueued]) -> None:
+        """Count default rewards that were enqueued. For monitoring only."""
+        counts = Counter(each.partition for each in created)
+        commands = [("HINCRBY", self._keys.counters(each), "defaulted", count) for each, count in counts.items()]
+        await pipeline(self._redis, commands)
+
+    async def rewarded(self, arms: Iterable[tuple[str, str, str]]) -> list[bool]:
+        """For each (user id, decision id, arm id), whether a reward was accepted within the dedupe window.
+
+        Default rewards do not count.
+        """
+        commands: list[Command] = []
+        for user_id, decision_id, arm_id in arms:
+            plain = plain_event_id(decision_id, arm_id)
+            commands.append(("EXISTS", self._keys.seen(user_id, plain), self._keys.rewarded(user_id, plain)))
+        return [bool(reply) for reply in await pipeline(self._redis, commands)]
 
     async def exists(self, partition: int, entry_id: str) -> bool:
         """Whether an event is still in its stream: neither applied nor buried."""

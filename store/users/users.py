@@ -45,7 +45,9 @@ SCAN_COUNT: Final = 1_000
 REPLACED_KEPT_S: Final = 60
 
 #: Counters of every partition.
-COUNTERS: Final = ("enqueued", "applied", "voided", "buried", "replayed", "forgotten", "quarantined", "late", "expired")
+COUNTERS: Final = (
+    "enqueued", "applied", "voided", "buried", "replayed", "forgotten", "quarantined", "late", "expired", "defaulted",
+)  # fmt: skip
 
 log = structlog.wrap_logger(logging.getLogger(__name__))
 

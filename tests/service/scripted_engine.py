@@ -16,6 +16,7 @@ from metaban.service.engine.commands import (
     RecommendCommand,
     RewardCommand,
 )
+from metaban.service.engine.reward_watch import LearningWarning
 from metaban.service.errors import NotFound
 from metaban.service.http.app import create_app
 from metaban.service.settings.environment import Settings
@@ -60,6 +61,7 @@ class ScriptedEngine:
         self.waited: list[bool] = []
         self.activated: list[str] = []
         self.running = False
+        self.warnings: list[LearningWarning] = []
         self.error: Exception | None = None
         self.outcome = FeedbackOutcome(1, 0, (), None)
         self.logged = True
@@ -122,6 +124,9 @@ class OneEngine:
 
     async def readiness(self) -> dict[str, CheckResult]:
         return await self.default.readiness()
+
+    def warnings(self) -> list[tuple[str, LearningWarning]]:
+        return [(self.default.namespace, each) for each in self.default.warnings]
 
     async def refresh_gauges(self) -> None:
         await self.default.refresh_gauges()

@@ -27,8 +27,10 @@ from metaban.store.reward_rules import REWARD_LIMIT, RewardRange, RewardRules
         {"reward_max": None},
         {"reward_max": True},
         {"reward_max": 10**400},
-        {"default_reward": 0.0},
         {"default_reward": 1.5, "wait_s": 1},
+        {"default_reward": 1.5},
+        {"default_reward": -0.5, "reward_min": 1, "reward_max": 5},
+        {"default_reward": 0, "wait_s": 601, "window_s": 600},
         {"default_reward": float("nan"), "wait_s": 1},
         {"default_reward": 0, "wait_s": 0},
         {"wait_s": -1},
@@ -42,9 +44,31 @@ def test_invalid_rules_are_refused(wrong: dict[str, Any]) -> None:
         RewardRules.from_json(wrong)
 
 
-def test_a_refusal_has_the_name_of_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"default_reward needs reward_wait_s"):
-        RewardRules(default_reward=0.5)
+@pytest.mark.parametrize(
+    ("default", "least", "greatest", "learned"),
+    [
+        (None, 0, 1, None),
+        (0, 0, 1, 0),
+        (0, -1, 1, 0),
+        (0.5, 0, 1, 0.5),
+        (0, 1, 5, 1),
+        (0, -5, -1, -5),
+        (None, 1, 5, None),
+    ],
+)
+def test_a_default_of_0_outside_the_range_is_its_lower_end(
+    default: float | None, least: float, greatest: float, learned: float | None
+) -> None:
+    rules = RewardRules(reward_min=least, reward_max=greatest, default_reward=default)
+    assert rules.reward_of_silence == learned
+    assert rules.default_reward == default
+
+
+def test_the_wait_is_10_minutes_or_the_reward_window() -> None:
+    assert RewardRules().waited_s == 600
+    assert RewardRules(window_s=60).waited_s == 60
+    assert RewardRules(wait_s=700).waited_s == 700
+    assert RewardRules(default_reward=0, window_s=60).overdue_ms(1_000) == 61_000
 
 
 def test_json_round_trip() -> None:

@@ -23,6 +23,7 @@ from metaban.models.features import FeatureLayout
 from metaban.models.presets import build_learner
 from metaban.models.settings import LearnerSettings, MetaBanSettings, named_settings
 from metaban.store.codec import Sample
+from metaban.store.decisions.default_rewards import AwaitedRewardStore
 from metaban.store.events.event import Delivery, RewardEvent
 from metaban.store.events.stream import EventStream
 from metaban.store.keys import LEARNERS
@@ -155,6 +156,7 @@ class Workshop:
         return Publisher(
             self.streams,
             users or self.users,
+            AwaitedRewardStore(self.redis, self.keys),
             model or self.model,
             FitBatcher(self.compute, self.stopping),
             consumer=consumer,

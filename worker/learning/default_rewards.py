@@ -17,7 +17,7 @@ import structlog
 from metaban.store.decisions.decisions import BASELINE, DecisionStore
 from metaban.store.decisions.default_rewards import AwaitedReward, AwaitedRewardStore
 from metaban.store.errors import BacklogFull, StoreError, StoreReset, StoreUnavailable
-from metaban.store.events.event import RewardEvent, default_event_id, plain_event_id
+from metaban.store.events.event import RewardEvent, default_event_id
 from metaban.store.events.stream import EventStream
 from metaban.store.failpoints import reach
 from metaban.store.reward_rules import RewardRules
@@ -98,12 +98,13 @@ class DefaultRewards:
         # The setting of now counts, not that of the decision.
         await self._model.refresh_record()
         rules = self._model.rules
-        if rules.default_reward is not None:
-            events = await self._events(members, rules, rules.default_reward)
+        if (reward := rules.reward_of_silence) is not None:
+            events = await self._events(members, rules, reward)
             if events:
                 answers = await self._streams.enqueue(events)
-                created = sum(answer.status == "accepted" for answer in answers)
-                log.info("default_rewards_created", partition=partition, rewards=created)
+                created = [answer for answer in answers if answer.status == "accepted"]
+                await self._streams.count_defaults(created)
+                log.info("default_rewards_created", partition=partition, rewards=len(created))
         reach("worker-before-settle")
         await self._awaiting.settle(partition, members)
         return len(members)
@@ -134,10 +135,8 @@ class DefaultRewards:
                     by_default=True,
                 )
             )
-        rewarded = await self._streams.seen(
-            (event.user_id, plain_event_id(event.decision_id, event.arm_id)) for event in events
-        )
-        return [event for event, seen in zip(events, rewarded, strict=True) if not seen]
+        rewarded = await self._streams.rewarded((event.user_id, event.decision_id, event.arm_id) for event in events)
+        return [event for event, known in zip(events, rewarded, strict=True) if not known]
 
 
 def now_ms() -> int:

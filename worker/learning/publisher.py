@@ -9,7 +9,8 @@ from typing import final
 import structlog
 
 from metaban.store.codec import Sample
-from metaban.store.errors import FenceLost, StoreReset
+from metaban.store.decisions.default_rewards import AwaitedReward, AwaitedRewardStore
+from metaban.store.errors import FenceLost, StoreError, StoreReset
 from metaban.store.events.event import Delivery, RewardEvent
 from metaban.store.events.stream import EventStream
 from metaban.store.failpoints import reach
@@ -34,6 +35,7 @@ class Publisher:
         self,
         streams: EventStream,
         users: UserStore,
+        awaiting: AwaitedRewardStore,
         model: NamespaceModel,
         fit_batcher: FitBatcher,
         *,
@@ -42,6 +44,7 @@ class Publisher:
     ) -> None:
         self._streams = streams
         self._users = users
+        self._awaiting = awaiting
         self._model = model
         self._fit_batcher = fit_batcher
         self._consumer = consumer
@@ -167,11 +170,24 @@ class Publisher:
             log.info("events_skipped", partition=partition, events=void, reason=reason)
         if fitted.quarantined:
             await self._users.count_quarantined(partition, len(fitted.quarantined))
+        await self._settle([event for _, event in found if not event.by_default])
         if updates:
             await self._catch_up(
                 partition, epoch, fit_inputs, [replace(update.state, trail=update.trail) for update in updates]
             )
         return applied
+
+    async def _settle(self, rewarded: Sequence[RewardEvent]) -> None:
+        """Stop waiting for the rewards of arms that got one.
+
+        Only to save work: if it fails, the arms are found to be rewarded once they are overdue.
+        """
+        if self._model.rules.default_reward is None or not rewarded:
+            return
+        try:
+            await self._awaiting.settle_all(AwaitedReward(event.decision_id, event.place + 1) for event in rewarded)
+        except StoreError as error:
+            log.warning("default_rewards_not_cancelled", rewards=len(rewarded), error=str(error))
 
     async def _catch_up(
         self, partition: int, epoch: SharedEpoch, fit_inputs: Sequence[FitInput], states: Sequence[UserState]

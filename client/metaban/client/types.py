@@ -193,11 +193,23 @@ class Live:
 
 @final
 @dataclass(frozen=True, slots=True)
+class LearningWarning:
+    """Why a namespace cannot learn from its rewards, and what to do."""
+
+    namespace: str
+    code: str
+    detail: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Ready:
     """`ready`, `degraded` (the store is not used) or `not ready`, with the check of each part."""
 
     status: str
     checks: Mapping[str, Check]
+    #: Of namespaces that cannot learn; they do not make the service unready.
+    warnings: tuple[LearningWarning, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -14,7 +14,7 @@ from metaban.service.errors import DecisionConflict, UnknownDecision
 from metaban.service.settings.namespace import LiveSettings
 from metaban.service.telemetry.metrics import NamespaceMetrics
 from metaban.store.codec import now_ms
-from metaban.store.decisions.decisions import DecisionRecord, DecisionStore
+from metaban.store.decisions.decisions import BASELINE, DecisionRecord, DecisionStore
 from metaban.store.errors import FenceLost
 from metaban.store.users.profiles import ProfileMemo, encode_profile
 
@@ -42,6 +42,8 @@ class Decider:
         self._profiles = profiles
         self._metrics = metrics
         self._stored_profiles = ProfileMemo()
+        #: Decisions of this process that take rewards, since they are stored, active and made by the learner.
+        self.decided = 0
 
     async def recommend(self, command: RecommendCommand) -> Recommendation:
         """Select arms for a user and store the decision before answering; `logged` is False when it was not stored."""
@@ -78,6 +80,7 @@ class Decider:
             if stored is not decision:
                 return await self._replay(command, stored, store)
             made.logged = True
+            self.decided += decision.policy != BASELINE and not decision.deferred
             break
         return made
 
@@ -96,6 +99,7 @@ class Decider:
             raise UnknownDecision(
                 f"no such decision in namespace {self._live.record.name}, or its reward window is over"
             )
+        self.decided += decision.activated_ms == activated_ms and decision.policy != BASELINE
         return decision
 
     async def _replay(self, command: RecommendCommand, decision: DecisionRecord, store: StoreAccess) -> Recommendation:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, final
+from typing import Annotated, Any, Final, Literal, TypeAlias, final
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from metaban.service.errors import (
     BodyTooLarge,
@@ -23,8 +23,8 @@ from metaban.service.http.auth import AdminEngine
 from metaban.service.http.openapi import json_body, problem_responses
 from metaban.service.http.parsing import members_of, parse_json, read_body, validated
 from metaban.service.http.problems import unusable_settings
-from metaban.service.http.schemas.fields import Identifier, RequestModel
-from metaban.service.settings.environment import SettingsError, within
+from metaban.service.http.schemas.fields import NUMBER, TEXT, Identifier, RequestModel
+from metaban.service.settings.environment import OFF, SettingsError, within
 from metaban.service.settings.namespace import LIVE, LiveSettings
 from metaban.store.errors import NamespaceConflict
 from metaban.store.reward_rules import REWARD_LIMIT, WAIT_MAX_S, Repeated
@@ -34,6 +34,22 @@ router = APIRouter(route_class=AuditedRoute, prefix="/admin", tags=["administrat
 MAX_AUDIT_LINES: Final = 200
 
 CURSOR_PATTERN: Final = r"^[0-9]{1,20}-[0-9]{1,20}$"
+
+
+def _kind_of_default(value: Any) -> str | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return NUMBER if is_number else TEXT if value == OFF else None
+
+
+DefaultReward: TypeAlias = Annotated[
+    Annotated[float, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False), Tag(NUMBER)]
+    | Annotated[Literal["off"], Tag(TEXT)],
+    Discriminator(
+        _kind_of_default,
+        custom_error_type="default_reward",
+        custom_error_message='must be a number or "off"',
+    ),
+]
 
 
 @final
@@ -57,7 +73,7 @@ class ConfigPatch(RequestModel):
     reward_min: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
     reward_max: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
     repeated_rewards: Repeated | None = None
-    default_reward: float | None = Field(default=None, ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)
+    default_reward: DefaultReward | None = Field(default=None, description='"off": none is learned.')
     reward_wait_s: float | None = Field(default=None, gt=0, le=WAIT_MAX_S, allow_inf_nan=False)
     reward_window_s: int | None = Field(default=None, ge=1, le=int(WAIT_MAX_S))
     dedupe_window_s: int | None = Field(default=None, ge=1, le=int(WAIT_MAX_S))
@@ -93,8 +109,8 @@ class ConfigOut(BaseModel):
                         "reward_min": 0.0,
                         "reward_max": 1.0,
                         "repeated_rewards": "sum",
-                        "default_reward": None,
-                        "reward_wait_s": None,
+                        "default_reward": 0.0,
+                        "reward_wait_s": 600.0,
                         "reward_window_s": 86400,
                         "dedupe_window_s": 604800,
                         "fusion": "auto",

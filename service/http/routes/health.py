@@ -15,7 +15,7 @@ from metaban.service.errors import Forbidden, Unauthorized
 from metaban.service.http.app_state import AppState, state_of
 from metaban.service.http.auth import require_observer
 from metaban.service.http.openapi import problem_responses
-from metaban.service.http.schemas.health import CheckOut, LiveResponse, ReadyResponse
+from metaban.service.http.schemas.health import CheckOut, LiveResponse, ReadyResponse, WarningOut
 from metaban.store.errors import StoreError
 
 #: Shorter than the usual time-out of probes.
@@ -40,11 +40,14 @@ async def live(request: Request) -> LiveResponse:
 )
 async def ready(request: Request) -> Response:
     """200 while requests are answered, also without the store (`degraded`). 503 otherwise, and while stopping."""
-    checks = await _checks(state_of(request.app))
+    app_state = state_of(request.app)
+    checks = await _checks(app_state)
     status = _status(checks.values())
+    warnings = app_state.recommenders.warnings()
     answer = ReadyResponse(
         status=status,
         checks={name: CheckOut(ok=check.ok, detail=check.detail) for name, check in checks.items()},
+        warnings=[WarningOut(namespace=name, code=each.code, detail=each.detail) for name, each in warnings],
     )
     return Response(answer.model_dump_json(), 503 if status == "not ready" else 200, media_type="application/json")
 

@@ -6,12 +6,23 @@ from typing import Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from metaban.service.telemetry.metrics import WarningCode
+
 
 @final
 class CheckOut(BaseModel):
     """Result of one readiness check."""
 
     ok: bool
+    detail: str
+
+
+@final
+class WarningOut(BaseModel):
+    """Why a namespace cannot learn, and what to do."""
+
+    namespace: str
+    code: WarningCode
     detail: str
 
 
@@ -38,6 +49,7 @@ class ReadyResponse(BaseModel):
                         "store": {"ok": True, "detail": "answers"},
                         "replica": {"ok": True, "detail": "follows the updates"},
                     },
+                    "warnings": [],
                 }
             ]
         }
@@ -47,3 +59,7 @@ class ReadyResponse(BaseModel):
         description="`degraded`: recommendations are answered from memory and not recorded, rewards are refused."
     )
     checks: dict[str, CheckOut]
+    warnings: list[WarningOut] = Field(
+        description="Namespaces that cannot learn from their rewards, as seen by this process. Requests are answered "
+        "all the same, so a warning does not change `status`."
+    )

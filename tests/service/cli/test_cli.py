@@ -79,10 +79,13 @@ def test_settings_include_the_options_of_serve(monkeypatch: pytest.MonkeyPatch) 
     assert (values["METABAN_HOST"], values["METABAN_PORT"]) == ("127.0.0.1", "8123")
 
 
-def test_unset_settings_and_those_of_the_preset() -> None:
+def test_unset_settings_and_those_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {line.split()[0]: line for line in text_of("settings").splitlines()}
-    for variable in ("METABAN_DEFAULT_REWARD", "METABAN_REWARD_WAIT_S"):
+    for variable in ("METABAN_OTLP_ENDPOINT", "METABAN_REWARD_WAIT_S"):
         assert re.match(rf"{variable} +\(unset\) ", values[variable])
+    assert re.match(r"METABAN_DEFAULT_REWARD +0\.0 ", values["METABAN_DEFAULT_REWARD"])
+    monkeypatch.setenv("METABAN_DEFAULT_REWARD", "off")
+    assert re.search(r"METABAN_DEFAULT_REWARD +off ", text_of("settings"))
     for variable in ("METABAN_ALPHA", "METABAN_BONUS"):
         assert re.match(rf"{variable} +\(the preset's\) ", values[variable])
 

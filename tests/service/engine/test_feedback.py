@@ -262,10 +262,14 @@ class TestDefaults:
             assert await waiting(client) == set()
 
     async def test_reward_replaces_the_default(self, redis: Redis, client: Redis, valkey_url: str) -> None:
-        async with served(valkey_url, **DEFAULTS) as (service, _):
+        async with served(valkey_url, **DEFAULTS) as (service, _), worker_running(valkey_url):
             arm = (await ask(service, "d", k=2))["items"][1]["arm_id"]
             await tell(service, "d", arm_id=arm, event_id="e")
-            assert await waiting(client) == {b"1:d"}
+
+            async def settled() -> bool:
+                return await waiting(client) == {b"1:d"}
+
+            await soon(settled, "the rewarded arm does not wait")
             # a repeated event id stores nothing, so the other arm keeps waiting
             other = (await ask(service, "d", k=2))["items"][0]["arm_id"]
             again = await tell(service, "d", arm_id=other, event_id="e")
@@ -278,12 +282,13 @@ class TestDefaults:
     async def test_reward_is_accepted_if_the_wait_cannot_be_removed(
         self, redis: Redis, client: Redis, valkey_url: str
     ) -> None:
-        async with served(valkey_url, **DEFAULTS) as (service, _):
+        async with served(valkey_url, **DEFAULTS) as (service, _), worker_running(valkey_url):
             await ask(service, "d")
             for partition in range(2):
                 await client.delete(KEYS.awaiting(partition))
                 await client.set(KEYS.awaiting(partition), "text")
-            assert (await tell(service, "d")).json()["accepted"] == 1
+            told = await service.post("/feedback?wait=applied", json={"decision_id": "d", "reward": 1})
+            assert (told.json()["accepted"], told.json()["applied"]) == (1, True)
 
     async def test_deferred_decisions_wait_from_their_activation(
         self, redis: Redis, client: Redis, valkey_url: str
@@ -295,9 +300,44 @@ class TestDefaults:
             assert await client.zscore(KEYS.awaiting(KEYS.partition_of("d")), "1:d") == activated + 3_000_000
             assert await waiting(client) == {b"1:d"}
 
-    async def test_no_default_reward_unless_set(self, service: httpx.AsyncClient, client: Redis) -> None:
-        await ask(service, "d")
+    async def test_unless_changed_silence_is_0_after_10_minutes(
+        self, redis: Redis, client: Redis, valkey_url: str
+    ) -> None:
+        async with served(valkey_url) as (service, _), worker_running(valkey_url):
+            shown = [item["arm_id"] for item in (await ask(service, "d", k=3))["items"]]
+            stored = await DecisionStore(client, KEYS, ttl_s=60).get("d")
+            assert stored is not None
+            overdue_ms = await client.zscore(KEYS.awaiting(KEYS.partition_of("d")), "3:d")
+            assert overdue_ms == stored.created_ms + 600_000
+            body = {"decision_id": "d", "arm_id": shown[1], "reward": 1, "event_id": "own"}
+            assert (await service.post("/feedback?wait=applied", json=body)).json()["applied"]
+            await self.overdue(client)
+
+            async def made() -> bool:
+                return len(await learned(client)) == 3
+
+            await soon(made, "the other arms are learned")
+            kept = (await (await users(client)).load_samples(["u"]))["u"]
+            found = {sample.place: (sample.arm_id, sample.reward, sample.by_default) for sample in kept}
+            assert found == {0: (shown[0], 0.0, True), 1: (shown[1], 1.0, False), 2: (shown[2], 0.0, True)}
+
+    async def test_off(self, redis: Redis, client: Redis, valkey_url: str) -> None:
+        async with served(valkey_url, default_reward="off") as (service, _):
+            await ask(service, "d")
+            assert await waiting(client) == set()
+
+    async def test_decisions_of_the_baseline_do_not_wait(self, redis: Redis, client: Redis, valkey_url: str) -> None:
+        async with served(valkey_url, serving="baseline") as (service, _):
+            assert (await ask(service, "d"))["policy"] == BASELINE
+            assert await waiting(client) == set()
+
+    async def test_deferred_decisions_do_not_wait_before_their_activation(
+        self, service: httpx.AsyncClient, client: Redis
+    ) -> None:
+        await ask(service, "d", deferred=True)
         assert await waiting(client) == set()
+        await service.post("/decisions/d/activate")
+        assert await waiting(client) == {b"1:d"}
 
 
 class TestRules:
@@ -341,7 +381,7 @@ class TestRules:
             ({"METABAN_REPEATED_REWARDS": "mean"}, "METABAN_REPEATED_REWARDS"),
             ({"METABAN_REWARD_MIN": "1"}, "below"),
             ({"METABAN_REWARD_MAX": "nan"}, "numbers"),
-            ({"METABAN_DEFAULT_REWARD": "0"}, "time to wait"),
+            ({"METABAN_DEFAULT_REWARD": "none"}, "METABAN_DEFAULT_REWARD: .* valid number"),
             ({"METABAN_DEFAULT_REWARD": "2", "METABAN_REWARD_WAIT_S": "9"}, "between 0 and 1"),
             ({"METABAN_REWARD_WAIT_S": "99999"}, "METABAN_REWARD_WAIT_S: .* longer than the reward window"),
             ({"METABAN_LATE_WINDOW_S": "-1"}, "METABAN_LATE_WINDOW_S"),
@@ -358,7 +398,18 @@ class TestRules:
             load_settings()
 
     def test_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert reward_rules(Settings()) == RewardRules()
+        assert reward_rules(Settings()) == RewardRules(default_reward=0.0)
+        assert reward_rules(Settings()).waited_s == 600
+        for changes in ({"REWARD_MIN": "1", "REWARD_MAX": "5"}, {"REWARD_WINDOW_S": "60"}):
+            with monkeypatch.context() as patch:
+                for name, value in changes.items():
+                    patch.setenv(f"METABAN_{name}", value)
+                assert reward_rules(load_settings()).default_reward == 0
+        for off in ("off", "Off"):
+            monkeypatch.setenv("METABAN_DEFAULT_REWARD", off)
+            assert reward_rules(load_settings()) == RewardRules()
+        monkeypatch.setenv("METABAN_DEFAULT_REWARD", "")
+        assert reward_rules(load_settings()).default_reward == 0, "an empty variable is as good as none"
         monkeypatch.setenv("METABAN_DEFAULT_REWARD", "0")
         monkeypatch.setenv("METABAN_REWARD_WAIT_S", "86400")
         assert reward_rules(load_settings()) == RewardRules(default_reward=0.0, wait_s=86_400.0)

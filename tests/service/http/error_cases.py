@@ -248,6 +248,8 @@ CASES = [
              catalogued_and_decided),
             ("groups: features", "POST /admin/groups", {"user_id": USER, "features": [1]}, "features", decided),
             ("reward_min above reward_max", "PATCH /admin/config", {"reward_min": 2}, "reward_min", decided),
+            ("a useless default_reward", "PATCH /admin/config", {"default_reward": "none"}, "default_reward", decided),
+            ("a default reward out of range", "PATCH /admin/config", {"default_reward": 2}, "default_reward", decided),
             ("a useless reward_wait_s", "PATCH /admin/config", {"reward_wait_s": 1e9}, "reward_wait_s", decided),
             ("a setting out of range", "PATCH /admin/config", {"nu": -1, "epsilon": 0.5}, "nu", decided),
             ("unknown setting", "POST /admin/namespaces", {"name": "news", "learner": {"x": 1}}, "learner",

@@ -127,7 +127,7 @@ async def test_refusals_within_a_batch(
             if status != 200:
                 assert set(result) == {"status", "problem"}
                 check_document(result["problem"], status, slug, blames, "case-1")
-        assert differences(before, await dump(redis)) == {"decision", "decided"}
+        assert differences(before, await dump(redis)) == {"decision", "decided", "awaiting"}
 
 
 async def test_one_of_two_racing_creations_is_refused(redis: Redis, valkey_url: str) -> None:

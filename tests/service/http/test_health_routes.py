@@ -11,6 +11,7 @@ import structlog
 from redis.asyncio import Redis
 
 from metaban.service.engine.commands import CheckResult, FeedbackOutcome, RejectedReward
+from metaban.service.engine.reward_watch import LearningWarning
 from metaban.service.http.app import create_app
 from metaban.service.http.app_state import state_of
 from metaban.service.http.protocol import LimitedProtocol
@@ -31,7 +32,15 @@ async def test_liveness_and_readiness(api: Any, scripted: ScriptedEngine) -> Non
     assert response.json() == {
         "status": "not ready",
         "checks": {"store": {"ok": True, "detail": "answers"}, "replica": {"ok": False, "detail": "is behind"}},
+        "warnings": [],
     }
+
+
+async def test_warnings_do_not_make_the_service_unready(api: Any, scripted: ScriptedEngine) -> None:
+    scripted.warnings = [LearningWarning("rewards-missing", "send some")]
+    response = await api.get("/health/ready")
+    assert (response.status_code, response.json()["status"]) == (200, "ready")
+    assert response.json()["warnings"] == [{"namespace": "default", "code": "rewards-missing", "detail": "send some"}]
 
 
 async def test_degraded_is_ready(api: Any, scripted: ScriptedEngine) -> None:
@@ -39,7 +48,7 @@ async def test_degraded_is_ready(api: Any, scripted: ScriptedEngine) -> None:
     response = await api.get("/health/ready")
     assert (response.status_code, response.json()) == (
         200,
-        {"status": "degraded", "checks": {"store": {"ok": False, "detail": "away"}}},
+        {"status": "degraded", "checks": {"store": {"ok": False, "detail": "away"}}, "warnings": []},
     )
     scripted.checks["replica"] = CheckResult(False, "is behind")
     response = await api.get("/health/ready")

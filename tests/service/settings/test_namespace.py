@@ -327,6 +327,23 @@ class TestRewards:
 
             await soon(learned)
 
+    async def test_the_default_reward_can_be_turned_off(self, http: httpx.AsyncClient) -> None:
+        for sent, shown in (("off", "off"), ("off", "off"), (0.5, 0.5), ("off", "off"), (None, 0.0)):
+            assert (await patched(http, default_reward=sent))["settings"]["default_reward"] == shown
+
+    async def test_a_range_without_0_keeps_the_default_reward(self, http: httpx.AsyncClient) -> None:
+        for least, greatest in ((1, 5), (-5, -1), (0, 1)):
+            changed = await patched(http, reward_min=least, reward_max=greatest)
+            assert changed["settings"]["default_reward"] == 0
+        await patched(http, default_reward=0.5)
+        refused = await http.patch("/admin/config", json={"reward_min": 1, "reward_max": 5})
+        assert refused.status_code == 422
+
+    async def test_the_wait_is_never_longer_than_the_reward_window(self, http: httpx.AsyncClient) -> None:
+        for window_s, wait_s in ((60, 60), (700, 600)):
+            changed = await patched(http, reward_window_s=window_s)
+            assert changed["settings"]["reward_wait_s"] == wait_s
+
     async def test_baseline_decisions_are_not_learned(self, http: httpx.AsyncClient) -> None:
         await patched(http, serving="baseline")
         await http.post("/recommend", json={**ASK, "decision_id": "d"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -50,6 +51,7 @@ OTHER: dict[str, Any] = {
 ENVIRONMENTS: list[dict[str, Any]] = [
     {},
     {"alpha": 0.1, "samples_kept": 9, "reward_min": -1.0, "reward_wait_s": 60.0, "default_reward": 0.0, "epsilon": 0.3},
+    {"default_reward": "off", "reward_window_s": 300},
 ]
 
 
@@ -108,8 +110,6 @@ class TestWhatIsShownCanBeSet:
                     assert await patched(http, changes, preset) == changed
                     assert await patched(http, back, preset) == shown
                 for name, value in changes.items():
-                    if name == "default_reward":
-                        continue  # it needs reward_wait_s
                     assert (await patched(http, {name: value}, preset))[name] == value
                     assert await patched(http, {name: shown[name]}, preset) == shown
 
@@ -190,6 +190,31 @@ class TestProcessesThatDiffer:
 
 
 class TestOlderRecords:
+    @pytest.mark.parametrize("stored", [None, {"repeated": "last"}, {"default_reward": None, "wait_s": None}])
+    async def test_namespaces_without_a_default_reward_stay_without(
+        self, redis: Redis, valkey_url: str, stored: dict[str, Any] | None
+    ) -> None:
+        async with running_app(valkey_url):
+            pass
+        record = await record_of(redis)
+        await redis.set(record.keys.record, replace(record, rewards=stored).encode())
+        async with running_app(valkey_url) as (_, http):
+            shown = await config(http)
+            assert (shown["default_reward"], shown["reward_wait_s"]) == ("off", 600)
+            await http.post("/recommend", json=ASK)
+            assert not [key async for key in redis.scan_iter("*:awaiting")]
+            assert (await patched(http, {"default_reward": 0}))["default_reward"] == 0
+            await http.post("/recommend", json=ASK)
+            assert [key async for key in redis.scan_iter("*:awaiting")]
+
+    async def test_an_explicit_default_reward_completes_the_record(self, redis: Redis, valkey_url: str) -> None:
+        async with running_app(valkey_url):
+            pass
+        record = await record_of(redis)
+        await redis.set(record.keys.record, replace(record, rewards=None).encode())
+        async with running_app(valkey_url, default_reward=0.25) as (_, http):
+            assert (await config(http))["default_reward"] == 0.25
+
     async def test_first_service_completes_the_record(self, redis: Redis, valkey_url: str) -> None:
         async with running_app(valkey_url) as (_, http):
             await patched(http, {"alpha": 0.8, "reward_max": 3})

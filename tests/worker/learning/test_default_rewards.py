@@ -110,21 +110,57 @@ async def test_clients_cannot_use_the_id_of_a_default_reward(waiting: Waiting) -
     assert default_event_id("d", "a") != default_event_id("d", "b")
 
 
-async def test_a_rewarded_arm_gets_no_default_reward(waiting: Waiting) -> None:
-    decision = await waiting.decide("d", arms=2)
-    told = RewardEvent.of(decision, 0, 1.0, RULES.range, event_id=plain_event_id("d", "arm 0"), received_ms=now_ms())
+@pytest.mark.parametrize("event_id", [plain_event_id("d", "arm 1"), "own"])
+async def test_a_rewarded_arm_gets_no_default_reward(waiting: Waiting, event_id: str) -> None:
+    decision = await waiting.decide("d", arms=3)
+    told = RewardEvent.of(decision, 1, 1.0, RULES.range, event_id=event_id, received_ms=now_ms())
     await waiting.shop.streams.enqueue([told])
     await waiting.collect()
-    assert [event.arm_id for event in await waiting.made() if event.by_default] == ["arm 1"]
+    assert [event.arm_id for event in await waiting.made() if event.by_default] == ["arm 0", "arm 2"]
     assert await waiting.left() == set()
+
+
+async def test_an_arm_waits_until_its_reward_is_applied(waiting: Waiting) -> None:
+    shop = waiting.shop
+    decision = await waiting.decide("d", arms=3, due=False)
+    told = RewardEvent.of(decision, 1, 1.0, RULES.range, event_id="own", received_ms=now_ms())
+    await shop.streams.enqueue([told])
+    await shop.model.refresh_record()
+    partition = shop.keys.partition_of("u")
+    await shop.publisher().publish(partition, await shop.streams.read([partition], "c1", count=9, block_ms=1))
+    assert await waiting.left() == {b"1:d", b"3:d"}
+
+
+async def test_learning_goes_on_if_the_wait_cannot_be_ended(waiting: Waiting) -> None:
+    shop = waiting.shop
+    decision = await waiting.decide("d")
+    for each in range(shop.record.partitions):
+        await shop.redis.set(shop.keys.awaiting(each), "text")
+    told = RewardEvent.of(decision, 0, 1.0, RULES.range, event_id="own", received_ms=now_ms())
+    await shop.streams.enqueue([told])
+    await shop.model.refresh_record()
+    partition = shop.keys.partition_of("u")
+    deliveries = await shop.streams.read([partition], "c1", count=9, block_ms=1)
+    assert await shop.publisher().publish(partition, deliveries) == 1
+    assert await shop.versions() == {"u": 1}
+
+
+async def test_a_range_without_0(waiting: Waiting) -> None:
+    record = await waiting.shop.namespaces.load(waiting.shop.record.name)
+    assert record is not None
+    rules = RewardRules(reward_min=1, reward_max=5, default_reward=0)
+    await waiting.shop.namespaces.change(record, rewards=rules.to_json())
+    await waiting.decide("d")
+    await waiting.collect()
+    assert [(event.reward, event.reward_range) for event in await waiting.made()] == [(0.0, rules.range)]
 
 
 async def test_beside_a_reward_with_another_id_it_does_not_count(waiting: Waiting) -> None:
     shop = waiting.shop
     decision = await waiting.decide("d")
+    await waiting.collect()
     told = RewardEvent.of(decision, 0, 1.0, RULES.range, event_id="own", received_ms=now_ms())
     await shop.streams.enqueue([told])
-    await waiting.collect()
     partition = shop.keys.partition_of("u")
     await shop.publisher().publish(partition, await shop.streams.read([partition], "c1", count=9, block_ms=1))
     assert await shop.versions() == {"u": 2}
