@@ -22,6 +22,7 @@ SETTINGS_FILE: Final = Path(__file__).with_name("rival_settings.json")
 OURS: Final = "metaban"
 
 VOWPAL: Final = "vw-ids"
+FACTORS: Final = "icf-thompson"
 
 #: Rivals with settings, by name: a function that builds one for a shop and a seed.
 TUNED: Final[dict[str, Callable[..., ShopPlayer]]] = {
@@ -30,9 +31,7 @@ TUNED: Final[dict[str, Callable[..., ShopPlayer]]] = {
     "linucb-hybrid": lambda shop, seed, **settings: HybridLinUCB(
         shop.catalogue, users=shop.users, seed=seed, **settings
     ),
-    "icf-thompson": lambda shop, seed, **settings: InteractiveFactors(
-        shop.catalogue, users=shop.users, seed=seed, **settings
-    ),
+    FACTORS: lambda shop, seed, **settings: InteractiveFactors(shop.catalogue, users=shop.users, seed=seed, **settings),
 }
 
 #: Methods that the shipped learner has to beat, and all methods.
