@@ -267,6 +267,10 @@ def shop(
         str | None,
         typer.Option("--methods", help="Methods to run, separated by commas. Default: all that are available."),
     ] = None,
+    http: Annotated[
+        bool,
+        typer.Option("--http", help="Compare metaban-http with metaban: 200x150, 3,000 slates and the first seed."),
+    ] = False,
     slates: Annotated[
         int | None,
         typer.Option("--slates", min=1, help="Slates of each run. Default: 10,000 or 3,000 by variant; --quick: 300."),
@@ -289,18 +293,19 @@ def shop(
     items x users. 10,000 slates: [bold]200x150[/], [bold]1000x150[/], [bold]200x943[/], [bold]1000x943[/] and
     [bold]200x150-arrivals[/], half of the items arrive later. 3,000 slates: [bold]200x150-no-features[/];
     [bold]200x150-no-ids[/]; [bold]200x150-explained[/], tastes follow the metadata; [bold]200x150-clicks-only[/], no
-    zeros are sent. --quick runs 60x40.
+    zeros are sent. --quick runs 60x40. [bold]metaban-http[/], which runs with --http or when named, is the same learner
+    in a real service with its worker, asked through the client.
     """
-    from metaban.bench.shop.players import METHODS
-    from metaban.bench.shop.shop import QUICK_SLATES, QUICK_VARIANTS, ShopPlan, measure_shop, print_shop
-    from metaban.bench.shop.variants import VARIANTS
+    from metaban.bench.shop.players import ALL_METHODS
+    from metaban.bench.shop.shop import ShopPlan, measure_shop, print_shop
     from metaban.bench.worlds.data import DataMissing
 
+    usual = ShopPlan.through_http(quick=quick) if http else ShopPlan.usual(quick=quick)
     plan = ShopPlan(
-        (QUICK_VARIANTS if quick else VARIANTS) if variants is None else parse_variants(variants),
-        METHODS if methods is None else parse_names(methods, METHODS, "--methods"),
-        slates or (QUICK_SLATES if quick else None),
-        _quick_seeds(seeds or ("240-241" if quick else "300-304"), quick),
+        usual.variants if variants is None else parse_variants(variants),
+        usual.methods if methods is None else parse_names(methods, ALL_METHODS, "--methods"),
+        slates or usual.slates,
+        usual.seeds if seeds is None else _quick_seeds(seeds, quick)[: 1 if http else None],
         data,
     )
     try:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from metaban.bench.core.report import Bar
-from metaban.bench.shop.players import FACTORS, OURS, RIVALS
+from metaban.bench.shop.players import FACTORS, OURS, OVER_HTTP, RIVALS
 from metaban.bench.shop.variants import FULL_SLATES, WORLD_SWITCHES, plain_name, switch_of
 
 #: Slates at the start of a run that have a claim of their own.
@@ -25,6 +25,9 @@ FIRST_RATIO_LIMIT: Final = 0.97
 NO_IDS_LIMIT: Final = 1.05
 NO_FEATURES_LIMIT: Final = 1.00
 CLICKS_ONLY_LIMIT: Final = 0.95
+
+#: Limit of the difference between clicks through HTTP and in one process, as a share of the latter.
+OVER_HTTP_LIMIT: Final = 0.03
 
 
 def lengths(slates: int) -> list[int]:
@@ -48,6 +51,7 @@ def shop_bars(variants: Mapping[str, Any], *, quick: bool) -> list[Bar]:
             bars += _no_features_bars(name, found)
         if switch_of(name) == "clicks-only":
             bars += _clicks_only_bars(name, found, variants.get(plain_name(name)))
+        bars += _over_http_bars(name, found)
     note = ", quick" if quick else ""
     return [Bar(f"shop: {bar.name}{note}", bar.value, bar.sense, bar.limit) for bar in bars]
 
@@ -123,6 +127,15 @@ def _clicks_only_bars(name: str, found: Mapping[str, Any], plain: Mapping[str, A
     ratio = found["methods"][OURS]["clicks_mean"] / sent["clicks_mean"]
     what = f"{name}: clicks / own clicks in {plain_name(name)}, where zeros are sent"
     return [Bar(f"{what}, {found['slates']:,} slates", ratio, ">=", CLICKS_ONLY_LIMIT)]
+
+
+def _over_http_bars(name: str, found: Mapping[str, Any]) -> list[Bar]:
+    methods = found["methods"]
+    if OURS not in methods or OVER_HTTP not in methods or not methods[OURS]["clicks_mean"]:
+        return []
+    difference = abs(methods[OVER_HTTP]["clicks_mean"] / methods[OURS]["clicks_mean"] - 1)
+    what = f"{name}: difference of {OVER_HTTP} to {OURS}, as a share of its clicks"
+    return [Bar(f"{what}, {found['slates']:,} slates", difference, "<=", OVER_HTTP_LIMIT)]
 
 
 def _best_rival(results: Iterable[Mapping[str, Any]]) -> str:

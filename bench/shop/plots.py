@@ -10,7 +10,7 @@ import numpy as np
 
 from metaban.bench.core.report import Report
 from metaban.bench.core.summaries import Curve
-from metaban.bench.shop.players import OURS, RIVALS
+from metaban.bench.shop.players import OURS, OVER_HTTP, RIVALS
 from metaban.bench.shop.shop import by_clicks
 
 #: Points of a curve that a moving mean covers, as a share of all points.
@@ -46,8 +46,10 @@ def _draw_variant(name: str, found: Mapping[str, Any], path: Path) -> None:
         if method in ENDS:
             axes.plot(ends, rates, "--", color="grey", lw=1, label=label)
             continue
-        colour = "black" if method == OURS else colours(RIVALS.index(method))
-        axes.plot(ends, rates, color=colour, lw=2.4 if method == OURS else 1.3, label=label)
+        ours = method in (OURS, OVER_HTTP)
+        colour = "black" if ours else colours(RIVALS.index(method))
+        dashes = ":" if method == OVER_HTTP else "-"
+        axes.plot(ends, rates, dashes, color=colour, lw=2.4 if ours else 1.3, label=label)
     axes.set(title=name, xlabel="slate", ylabel="clicks a slate, moving mean", xlim=(0, slates[-1]), ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -15,14 +15,18 @@ from metaban.bench.core.parallel import Failure, run_all
 from metaban.bench.core.report import Report
 from metaban.bench.core.summaries import CONFIDENCE, Curve, curve_places, ratio_interval, summed_curves
 from metaban.bench.shop.claims import prefixes, shop_bars
-from metaban.bench.shop.players import METHODS, OURS, RIVALS, unavailable
+from metaban.bench.shop.players import METHODS, OURS, OVER_HTTP, RIVALS, unavailable
 from metaban.bench.shop.runs import ShopOutcome, ShopRun, execute
-from metaban.bench.shop.variants import VARIANTS, usual_slates, variant_of
+from metaban.bench.shop.variants import FULL_SLATES, VARIANTS, usual_slates, variant_of
 from metaban.bench.worlds.shop import Shop, ShopVariant
 
-#: Variants and slates of a quick run.
+#: Seeds of reported results.
+REPORTING_SEEDS: Final = (300, 301, 302, 303, 304)
+
+#: Variants, slates and seeds of a quick run.
 QUICK_VARIANTS: Final = ("60x40",)
 QUICK_SLATES: Final = 300
+QUICK_SEEDS: Final = (240, 241)
 
 #: Part of a run at its end that has a column of its own: one in so many slates.
 LAST_SHARE: Final = 6
@@ -36,8 +40,19 @@ class ShopPlan:
     variants: tuple[str, ...] = VARIANTS
     methods: tuple[str, ...] = METHODS
     slates: int | None = None
-    seeds: tuple[int, ...] = (300, 301, 302, 303, 304)
+    seeds: tuple[int, ...] = REPORTING_SEEDS
     data: Path | None = None
+
+    @classmethod
+    def usual(cls, *, quick: bool) -> ShopPlan:
+        """Everything but `metaban-http`; a quick run is small."""
+        return cls(QUICK_VARIANTS, METHODS, QUICK_SLATES, QUICK_SEEDS) if quick else cls()
+
+    @classmethod
+    def through_http(cls, *, quick: bool) -> ShopPlan:
+        """The shipped learner in one process and through HTTP, on one seed."""
+        small = cls.usual(quick=quick)
+        return cls(small.variants[:1], (OURS, OVER_HTTP), small.slates or FULL_SLATES, small.seeds[:1])
 
     def slates_of(self, name: str) -> int:
         """Slates of a run in a variant."""

@@ -28,7 +28,7 @@ def results(slates: int, ratios: Mapping[int, float | None], *, clicks: float = 
 
 def found(variants: Mapping[str, Any], *, quick: bool = False) -> list[tuple[str, float, float, bool]]:
     bars = shop_bars(variants, quick=quick)
-    assert all(bar.sense == ">=" for bar in bars)
+    assert all(bar.sense == ("<=" if "metaban-http" in bar.name else ">=") for bar in bars)
     return [(bar.name.removeprefix("shop: "), round(bar.value, 6), bar.limit, bar.holds) for bar in bars]
 
 
@@ -96,3 +96,10 @@ def test_clicks_only_are_compared_over_as_many_slates(slates: int) -> None:
     ratios = dict.fromkeys(prefixes(slates))
     variants = {"60x40": results(3_000, {500: None, 3_000: None}), "60x40-clicks-only": results(slates, ratios)}
     assert found(variants) == []
+
+
+@pytest.mark.parametrize(("clicks", "difference", "holds"), [(1.04, 0.04, False), (0.98, 0.02, True)])
+def test_clicks_through_http_are_near_those_of_one_process(clicks: float, difference: float, holds: bool) -> None:
+    variants = {"200x150": results(3_000, {500: None, 3_000: None}, metaban_http=clicks)}
+    name = "200x150: difference of metaban-http to metaban, as a share of its clicks, 3,000 slates"
+    assert found(variants) == [(name, difference, 0.03, holds)]
