@@ -30,7 +30,7 @@ EPILOG: Final = """
 
   metaban bench scenarios --only delay --json out.json   # one claim
 
-  metaban bench shop --variant plain --methods metaban,vw-ids
+  metaban bench shop --variants 200x150 --methods metaban,vw-ids --slates 3000
 
 [bold]Output[/bold]: a table, then the bars: claims of the documentation with
 their limits. --json adds the raw results, --plot a picture, and --check makes
@@ -256,19 +256,25 @@ def scenarios(
 @bench_app.command()
 def shop(
     variants: Annotated[
-        str | None, typer.Option("--variants", "--variant", help="Variants to run, separated by commas. Default: all.")
+        str | None,
+        typer.Option(
+            "--variants",
+            "--variant",
+            help="Variants to run, separated by commas. Default: all. Other sizes than those named can be written too.",
+        ),
     ] = None,
     methods: Annotated[
         str | None,
         typer.Option("--methods", help="Methods to run, separated by commas. Default: all that are available."),
     ] = None,
+    http: Annotated[
+        bool,
+        typer.Option("--http", help="Compare metaban-http with metaban: 200x150, 3,000 slates and the first seed."),
+    ] = False,
     slates: Annotated[
-        int | None, typer.Option("--slates", min=1, help="Slates of each run. Default: 3,000, fewer with --quick.")
+        int | None,
+        typer.Option("--slates", min=1, help="Slates of each run. Default: 10,000 or 3,000 by variant; --quick: 300."),
     ] = None,
-    items: Annotated[
-        int | None, typer.Option("--items", min=20, help="Items of the catalogue. Default: 200, in `large` 1,000.")
-    ] = None,
-    users: Annotated[int | None, typer.Option("--users", min=1, help="Users. Default: 150, in `large` 943.")] = None,
     seeds: Annotated[
         str | None,
         typer.Option("--seeds", help="Seeds of the shop. Default: 300-304, the reporting seeds; --quick: 240-241."),
@@ -276,39 +282,30 @@ def shop(
     jobs: Jobs = None,
     data: Data = None,
     json: Json = None,
-    plot: Plot = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw one plot per variant into this folder.")] = None,
     quick: Quick = False,
     check: Check = False,
 ) -> None:
     """Clicks in a shop: slates of five from a catalogue with ids and metadata, clicks that arrive 1 to 39 slates later.
 
     [bold]metaban[/] is the shipped learner. Rivals: popularity, and with tuned settings ctr-thompson, vw-ids (Vowpal
-    Wabbit with ids), linucb-hybrid and icf-thompson. random and oracle are the ends of the scale. Variants:
-    [bold]plain[/]; [bold]large[/], 1,000 items and 943 users; [bold]arrivals[/], half of the items arrive later;
-    [bold]no-features[/]; [bold]no-ids[/]; [bold]explained[/], tastes follow the metadata; [bold]clicks-only[/], no
-    zeros are sent. --quick runs the plain shop.
+    Wabbit with ids), linucb-hybrid and icf-thompson. random and oracle are the ends of the scale. Variants are named by
+    items x users. 10,000 slates: [bold]200x150[/], [bold]1000x150[/], [bold]200x943[/], [bold]1000x943[/] and
+    [bold]200x150-arrivals[/], half of the items arrive later. 3,000 slates: [bold]200x150-no-features[/];
+    [bold]200x150-no-ids[/]; [bold]200x150-explained[/], tastes follow the metadata; [bold]200x150-clicks-only[/], no
+    zeros are sent. --quick runs 60x40. [bold]metaban-http[/], which runs with --http or when named, is the same learner
+    in a real service with its worker, asked through the client.
     """
-    from metaban.bench.shop.players import METHODS
-    from metaban.bench.shop.shop import (
-        FULL_SLATES,
-        QUICK_ITEMS,
-        QUICK_SLATES,
-        QUICK_USERS,
-        VARIANTS,
-        ShopPlan,
-        measure_shop,
-        print_shop,
-    )
+    from metaban.bench.shop.players import ALL_METHODS
+    from metaban.bench.shop.shop import ShopPlan, measure_shop, print_shop
     from metaban.bench.worlds.data import DataMissing
 
-    usual = ("plain",) if quick else tuple(VARIANTS)
+    usual = ShopPlan.through_http(quick=quick) if http else ShopPlan.usual(quick=quick)
     plan = ShopPlan(
-        usual if variants is None else parse_names(variants, VARIANTS, "--variants"),
-        METHODS if methods is None else parse_names(methods, METHODS, "--methods"),
-        slates or (QUICK_SLATES if quick else FULL_SLATES),
-        _quick_seeds(seeds or ("240-241" if quick else "300-304"), quick),
-        items or (QUICK_ITEMS if quick else None),
-        users or (QUICK_USERS if quick else None),
+        usual.variants if variants is None else parse_variants(variants),
+        usual.methods if methods is None else parse_names(methods, ALL_METHODS, "--methods"),
+        slates or usual.slates,
+        usual.seeds if seeds is None else _quick_seeds(seeds, quick)[: 1 if http else None],
         data,
     )
     try:
@@ -324,6 +321,20 @@ def shop(
 
         plot_shop(report, plot)
     finish(report, json, check=check, failed=bool(report.results["failures"]))
+
+
+def parse_variants(text: str) -> tuple[str, ...]:
+    """Names of variants of the shop from a list with commas, each once."""
+    from metaban.bench.shop.variants import VARIANTS, variant_of
+
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    try:
+        for name in names or ("",):
+            variant_of(name)
+    except ValueError as refused:
+        hint = f"{refused}; the usual ones are {', '.join(VARIANTS)}"
+        raise typer.BadParameter(hint, param_hint="--variants") from None
+    return names
 
 
 @bench_app.command(name="tune-shop")

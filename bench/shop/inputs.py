@@ -1,4 +1,4 @@
-"""Items and contexts as numbers, for the players that take vectors."""
+"""Items and contexts as players take them: numbers for those that take vectors, named values for the service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from metaban.bench.worlds.shop import DEVICES, HOURS, Matrix, ShopCatalogue, ShopRequest
+from metaban.bench.worlds.shop import DEVICES, HOURS, Matrix, ShopCatalogue, ShopItem, ShopRequest
 
 #: Hours in one part of the day.
 PART_HOURS: Final = 4
@@ -36,3 +36,13 @@ def context_inputs(request: ShopRequest) -> Matrix:
     inputs[1 + DEVICES.index(request.device)] = 1.0
     inputs[1 + len(DEVICES) + request.hour // PART_HOURS] = 1.0
     return inputs
+
+
+def named_features(item: ShopItem) -> dict[str, str | float | bool]:
+    """Named features of an item; tags are booleans, since the service takes no lists."""
+    return {"category": item.category, "year": item.year, "price": item.price, **dict.fromkeys(item.tags, True)}
+
+
+def named_context(request: ShopRequest) -> dict[str, str | float | bool]:
+    """The context of a request."""
+    return {"device": request.device, "hour": request.hour}

@@ -40,6 +40,9 @@ class ShopPlayer(ABC):
     def learn(self, feedback: Sequence[ShownItem]) -> None:
         """Learn from shown items, in the order of arrival."""
 
+    def close(self) -> None:  # noqa: B027 - most players hold nothing
+        """Release what the player holds, such as processes; called once, at the end of a run."""
+
 
 def best_items(scores: Matrix, eligible: Places, size: int, random: np.random.Generator) -> Places:
     """The eligible items with the highest scores [n], best first; equal scores are in random order."""

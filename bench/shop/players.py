@@ -11,6 +11,7 @@ from typing import Any, Final
 from metaban.bench.shop.hybrid_linucb import HybridLinUCB
 from metaban.bench.shop.interactive_factors import InteractiveFactors
 from metaban.bench.shop.item_rates import ClickRateThompson, OraclePlayer, PopularityPlayer, RandomPlayer
+from metaban.bench.shop.over_http import HttpPlayer
 from metaban.bench.shop.player import PlayerSettings, ShopPlayer
 from metaban.bench.shop.shipped import ShippedPlayer
 from metaban.bench.shop.vowpal_ids import VowpalIds
@@ -18,10 +19,12 @@ from metaban.bench.worlds.shop import Shop
 
 SETTINGS_FILE: Final = Path(__file__).with_name("rival_settings.json")
 
-#: The shipped learner.
+#: The shipped learner, in the process of the run and through HTTP.
 OURS: Final = "metaban"
+OVER_HTTP: Final = "metaban-http"
 
 VOWPAL: Final = "vw-ids"
+FACTORS: Final = "icf-thompson"
 
 #: Rivals with settings, by name: a function that builds one for a shop and a seed.
 TUNED: Final[dict[str, Callable[..., ShopPlayer]]] = {
@@ -30,14 +33,13 @@ TUNED: Final[dict[str, Callable[..., ShopPlayer]]] = {
     "linucb-hybrid": lambda shop, seed, **settings: HybridLinUCB(
         shop.catalogue, users=shop.users, seed=seed, **settings
     ),
-    "icf-thompson": lambda shop, seed, **settings: InteractiveFactors(
-        shop.catalogue, users=shop.users, seed=seed, **settings
-    ),
+    FACTORS: lambda shop, seed, **settings: InteractiveFactors(shop.catalogue, users=shop.users, seed=seed, **settings),
 }
 
-#: Methods that the shipped learner has to beat, and all methods.
+#: Methods that the shipped learner has to beat, those of a default run, and all.
 RIVALS: Final = ("popularity", *TUNED)
 METHODS: Final = (OURS, *RIVALS, "random", "oracle")
+ALL_METHODS: Final = (*METHODS, OVER_HTTP)
 
 
 def unavailable(name: str) -> str | None:
@@ -62,11 +64,14 @@ def build_player(
     if name == OURS:
         shipped = ShippedPlayer(shop.catalogue, seed=seed)
         return shipped, dict(shipped.settings)
+    if name == OVER_HTTP:
+        asked = HttpPlayer(shop.catalogue, seed=seed)
+        return asked, dict(asked.settings)
     others: dict[str, Callable[[], ShopPlayer]] = {
         "popularity": lambda: PopularityPlayer(shop.catalogue, seed=seed),
         "random": lambda: RandomPlayer(seed),
         "oracle": lambda: OraclePlayer(shop.chances),
     }
     if name not in others:
-        raise ValueError(f"there is no method {name!r}; choose one of {', '.join(METHODS)}")
+        raise ValueError(f"there is no method {name!r}; choose one of {', '.join(ALL_METHODS)}")
     return others[name](), {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -64,7 +65,8 @@ def execute(run: ShopRun, report: Callable[[int], None] = lambda slates: None) -
     """Build the shop and the player of a run, and play."""
     shop = Shop(run.variant, seed=run.seed, data=run.data)
     player, settings = build_player(run.method, shop, seed=run.seed, settings=run.settings)
-    clicks, decision_ms, update_ms = play(shop, player, run.slates, report)
+    with closing(player):
+        clicks, decision_ms, update_ms = play(shop, player, run.slates, report)
     return ShopOutcome(run, clicks, decision_ms, update_ms, settings)
 
 

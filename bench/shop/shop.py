@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -12,67 +12,61 @@ from rich.console import Console
 from rich.table import Table
 
 from metaban.bench.core.parallel import Failure, run_all
-from metaban.bench.core.report import Bar, Report
-from metaban.bench.core.summaries import CONFIDENCE, curve_places, ratio_interval, summed_curves
-from metaban.bench.shop.players import METHODS, OURS, RIVALS, unavailable
+from metaban.bench.core.report import Report
+from metaban.bench.core.summaries import CONFIDENCE, Curve, curve_places, ratio_interval, summed_curves
+from metaban.bench.shop.claims import prefixes, shop_bars
+from metaban.bench.shop.players import METHODS, OURS, OVER_HTTP, RIVALS, unavailable
 from metaban.bench.shop.runs import ShopOutcome, ShopRun, execute
+from metaban.bench.shop.variants import FULL_SLATES, VARIANTS, usual_slates, variant_of
 from metaban.bench.worlds.shop import Shop, ShopVariant
 
-VARIANTS: Final[dict[str, ShopVariant]] = {
-    "plain": ShopVariant(),
-    "large": ShopVariant(items=1_000, users=943),
-    "arrivals": ShopVariant(arrivals=True),
-    "no-features": ShopVariant(features=False),
-    "no-ids": ShopVariant(ids=False),
-    "explained": ShopVariant(explained=True),
-    "clicks-only": ShopVariant(clicks_only=True),
-}
+#: Seeds of reported results.
+REPORTING_SEEDS: Final = (300, 301, 302, 303, 304)
 
-#: Slates of the claims, and sizes of a quick run.
-FULL_SLATES: Final = 3_000
+#: Variants, slates and seeds of a quick run.
+QUICK_VARIANTS: Final = ("60x40",)
 QUICK_SLATES: Final = 300
-QUICK_ITEMS: Final = 60
-QUICK_USERS: Final = 40
+QUICK_SEEDS: Final = (240, 241)
 
-#: Slates at the start that have a column of their own; and the last sixth of all slates.
-FIRST_SLATES: Final = 500
+#: Part of a run at its end that has a column of its own: one in so many slates.
 LAST_SHARE: Final = 6
-
-#: Clicks a slate of the parts of a run, as results name them: all of it, its start and its end.
-PARTS: Final = ("clicks", "first_clicks", "last_clicks")
-
-#: Limits of clicks of the shipped learner over those of the best rival: mean over variants, and smallest.
-MEAN_RATIO_LIMIT: Final = 1.10
-SMALLEST_RATIO_LIMIT: Final = 1.00
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ShopPlan:
-    """Variants, methods and sizes of a run; items and users None means those of each variant."""
+    """Variants, methods and sizes of a run; slates None means those of each variant."""
 
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = VARIANTS
     methods: tuple[str, ...] = METHODS
-    slates: int = FULL_SLATES
-    seeds: tuple[int, ...] = (300, 301, 302, 303, 304)
-    items: int | None = None
-    users: int | None = None
+    slates: int | None = None
+    seeds: tuple[int, ...] = REPORTING_SEEDS
     data: Path | None = None
 
-    def variant(self, name: str) -> ShopVariant:
-        """A variant with the sizes of this plan."""
-        variant = VARIANTS[name]
-        return replace(variant, items=self.items or variant.items, users=self.users or variant.users)
+    @classmethod
+    def usual(cls, *, quick: bool) -> ShopPlan:
+        """Everything but `metaban-http`; a quick run is small."""
+        return cls(QUICK_VARIANTS, METHODS, QUICK_SLATES, QUICK_SEEDS) if quick else cls()
+
+    @classmethod
+    def through_http(cls, *, quick: bool) -> ShopPlan:
+        """The shipped learner in one process and through HTTP, on one seed."""
+        small = cls.usual(quick=quick)
+        return cls(small.variants[:1], (OURS, OVER_HTTP), small.slates or FULL_SLATES, small.seeds[:1])
+
+    def slates_of(self, name: str) -> int:
+        """Slates of a run in a variant."""
+        return self.slates or usual_slates(name)
 
 
 def measure_shop(plan: ShopPlan, *, jobs: int, quick: bool, console: Console) -> Report:
     """Run every method in every variant on every seed; prints which methods are skipped."""
-    Shop(plan.variant(plan.variants[0]), seed=plan.seeds[0], data=plan.data)  # raises DataMissing before any run
+    Shop(variant_of(plan.variants[0]), seed=plan.seeds[0], data=plan.data)  # raises DataMissing before any run
     skipped = {name: reason for name in plan.methods if (reason := unavailable(name)) is not None}
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}", highlight=False, markup=False)
     runs = [
-        ShopRun(method, name, plan.variant(name), seed, plan.slates, plan.data)
+        ShopRun(method, name, variant_of(name), seed, plan.slates_of(name), plan.data)
         for name in plan.variants
         for method in plan.methods
         if method not in skipped
@@ -82,23 +76,21 @@ def measure_shop(plan: ShopPlan, *, jobs: int, quick: bool, console: Console) ->
     failed = {failure.label for failure in failures}
     ended = [outcome for outcome in outcomes if outcome.run.label not in failed]
     variants = {
-        name: variant_results([outcome for outcome in ended if outcome.run.variant_name == name])
+        name: variant_results([outcome for outcome in ended if outcome.run.variant_name == name], plan.slates_of(name))
         for name in plan.variants
     }
     results = {
         "variants": variants,
-        "curve_slates": [place + 1 for place in curve_places(plan.slates)],
         "failures": [_failure_row(failure) for failure in failures],
         "skipped": skipped,
     }
     settings = {
-        "variants": {name: _sizes(plan.variant(name)) for name in plan.variants},
+        "variants": {name: {**_sizes(variant_of(name)), "slates": plan.slates_of(name)} for name in plan.variants},
         "methods": list(plan.methods),
-        "slates": plan.slates,
         "seeds": list(plan.seeds),
         "jobs": jobs,
     }
-    return Report("shop", settings, results, shop_bars(plan, variants, quick=quick), quick)
+    return Report("shop", settings, results, shop_bars(variants, quick=quick), quick)
 
 
 def _sizes(variant: ShopVariant) -> dict[str, int | bool]:
@@ -109,33 +101,29 @@ def _failure_row(failure: Failure) -> dict[str, Any]:
     return {"method": failure.label, "seed": failure.seed, "error": failure.error}
 
 
-def variant_results(outcomes: Sequence[ShopOutcome]) -> dict[str, Any]:
-    """Results of the methods in one variant, and the shipped learner against the best rival."""
+def variant_results(outcomes: Sequence[ShopOutcome], slates: int) -> dict[str, Any]:
+    """Results of the methods in one variant, and the shipped learner against the best rival over each prefix."""
     grouped: dict[str, list[ShopOutcome]] = {}
     for outcome in outcomes:
         grouped.setdefault(outcome.run.method, []).append(outcome)
-    methods = {name: _summary(group) for name, group in grouped.items()}
-    best = max((name for name in RIVALS if name in methods), key=lambda name: _mean(methods, name), default=None)
-    compared = OURS in methods and best is not None and _mean(methods, best) > 0
+    methods = {name: _summary(group, slates) for name, group in grouped.items()}
     return {
+        "slates": slates,
         "methods": methods,
-        "best_baseline": best,
-        "ratio": _mean(methods, OURS) / _mean(methods, best) if compared and best else None,
-        "ratio_interval": ratio_interval(methods[OURS]["clicks"], methods[best]["clicks"])
-        if compared and best
-        else None,
+        "comparisons": {str(length): _comparison(methods, str(length)) for length in prefixes(slates)},
+        "curve_slates": [place + 1 for place in curve_places(slates)],
     }
 
 
-def _summary(group: Sequence[ShopOutcome]) -> dict[str, Any]:
-    """One method over its seeds: clicks a slate in the whole run, in the first slates and in the last ones."""
-    last = max(1, len(group[0].clicks) // LAST_SHARE)
-    row: dict[str, Any] = {}
-    for name, part in zip(PARTS, (slice(None), slice(FIRST_SLATES), slice(-last, None)), strict=True):
-        means = [float(outcome.clicks[part].mean()) for outcome in group]
-        row |= {f"{name}_mean": float(np.mean(means)), f"{name}_sd": _deviation(means), name: means}
+def _summary(group: Sequence[ShopOutcome], slates: int) -> dict[str, Any]:
+    """One method over its seeds: clicks a slate in the whole run, in prefixes of it and at its end."""
+    last = [outcome.clicks[-_last_slates(slates) :] for outcome in group]
     return {
-        **row,
+        **_part("clicks", [outcome.clicks for outcome in group]),
+        "prefixes": {
+            str(length): _part("clicks", [outcome.clicks[:length] for outcome in group]) for length in prefixes(slates)
+        },
+        **_part("last_clicks", last),
         **summed_curves([outcome.clicks for outcome in group]),
         "decision_ms": float(np.mean([outcome.decision_ms for outcome in group])),
         "update_ms": float(np.mean([outcome.update_ms for outcome in group])),
@@ -143,37 +131,37 @@ def _summary(group: Sequence[ShopOutcome]) -> dict[str, Any]:
     }
 
 
-def _deviation(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+def _part(name: str, clicks: Sequence[Curve]) -> dict[str, Any]:
+    """Clicks a slate in a part of the run: of each seed, and their mean and standard deviation."""
+    means = [float(of_seed.mean()) for of_seed in clicks]
+    deviation = float(np.std(means, ddof=1)) if len(means) > 1 else 0.0
+    return {f"{name}_mean": float(np.mean(means)), f"{name}_sd": deviation, name: means}
 
 
-def _mean(methods: Mapping[str, Any], name: str) -> float:
-    return float(methods[name]["clicks_mean"])
+def _comparison(methods: Mapping[str, Any], length: str) -> dict[str, Any]:
+    """The shipped learner against the rival with the most clicks over these first slates."""
+    clicks = {name: row["prefixes"][length] for name, row in methods.items()}
+    best = max((name for name in RIVALS if name in clicks), key=lambda name: clicks[name]["clicks_mean"], default=None)
+    if best is None or OURS not in clicks or not clicks[best]["clicks_mean"]:
+        return {"best_baseline": best, "ratio": None, "ratio_interval": None}
+    return {
+        "best_baseline": best,
+        "ratio": clicks[OURS]["clicks_mean"] / clicks[best]["clicks_mean"],
+        "ratio_interval": ratio_interval(clicks[OURS]["clicks"], clicks[best]["clicks"]),
+    }
 
 
-def shop_bars(plan: ShopPlan, variants: Mapping[str, Any], *, quick: bool) -> list[Bar]:
-    """The mean ratio over the variants that were run, and the smallest; names say when a run is not the full one."""
-    ratios = {name: found["ratio"] for name, found in variants.items() if found["ratio"] is not None}
-    if not ratios:
-        return []
-    size = f", {plan.slates:,} slates" if plan.slates != FULL_SLATES else ""
-    note = f"{size}{', quick' if quick else ''}"
-    smallest = min(ratios, key=ratios.__getitem__)
-    mean = float(np.mean(list(ratios.values())))
-    return [
-        Bar(f"shop: clicks / best rival, mean of {', '.join(ratios)}{note}", mean, ">=", MEAN_RATIO_LIMIT),
-        Bar(f"shop: clicks / best rival, smallest ({smallest}){note}", ratios[smallest], ">=", SMALLEST_RATIO_LIMIT),
-    ]
+def _last_slates(slates: int) -> int:
+    return max(1, slates // LAST_SHARE)
 
 
 def print_shop(report: Report, console: Console) -> None:
-    """Print a table for each variant, most clicks first; ratios are to the best rival."""
+    """Print a table for each variant, most clicks first, and the shipped learner against the best rival."""
     for name, found in report.results["variants"].items():
         sizes = report.settings["variants"][name]
-        console.print(
-            f"[bold]{name}[/] {sizes['items']:,} items, {sizes['users']:,} users; clicks a slate", highlight=False
-        )
-        _print_variant(found, report.settings["slates"], console)
+        title = f"{sizes['items']:,} items, {sizes['users']:,} users; clicks a slate in the first …"
+        console.print(f"[bold]{name}[/] {title}", highlight=False)
+        _print_variant(found, console)
     for failure in report.results["failures"]:
         console.print(
             f"failed: {failure['method']}, seed {failure['seed']}: {failure['error']}", style="red", markup=False
@@ -182,33 +170,37 @@ def print_shop(report: Report, console: Console) -> None:
         report.print_bars(console)
 
 
-def _print_variant(found: Mapping[str, Any], slates: int, console: Console) -> None:
-    methods, best = found["methods"], found["best_baseline"]
-    last = max(1, slates // LAST_SHARE)
+def _print_variant(found: Mapping[str, Any], console: Console) -> None:
+    methods, slates = found["methods"], found["slates"]
     table = Table("method", box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
-    for heading in (
-        "all slates",
-        f"first {min(slates, FIRST_SLATES)}",
-        f"last {last}",
-        "ms/slate",
-        "ms/update",
-        "ratio",
-    ):
+    lengths = [f"{length:,}" for length in prefixes(slates)]
+    for heading in (*lengths, f"last {_last_slates(slates):,}", "ms/slate", "ms/update"):
         table.add_column(heading, justify="right")
+    for column in table.columns:
+        column.no_wrap = True
     for name in by_clicks(methods):
         row = methods[name]
-        means, deviations = ([row[f"{part}_{kind}"] for part in PARTS] for kind in ("mean", "sd"))
-        several = len(row["clicks"]) > 1
-        parts = [f"{mean:.3f}" + (f" ±{sd:.3f}" if several else "") for mean, sd in zip(means, deviations, strict=True)]
-        times = (f"{row['decision_ms']:.2f}", f"{row['update_ms']:.2f}")
-        table.add_row(name, *parts, *times, f"{_mean(methods, name) / _mean(methods, best):.3f}" if best else "")
+        cells = [_cell(part, "clicks") for part in row["prefixes"].values()] + [_cell(row, "last_clicks")]
+        table.add_row(name, *cells, f"{row['decision_ms']:.2f}", f"{row['update_ms']:.2f}")
     console.print(table)
-    if found["ratio_interval"] is not None:
-        low, high = found["ratio_interval"]
-        console.print(f"{OURS} / {best}, paired by seed, {CONFIDENCE:.0%} interval: {low:.3f} to {high:.3f}")
+    for length, compared in found["comparisons"].items():
+        if compared["ratio"] is not None:
+            console.print(_comparison_line(int(length), compared), highlight=False)
+
+
+def _cell(part: Mapping[str, Any], name: str) -> str:
+    deviation = f"±{part[f'{name}_sd']:.2f}".replace("±0", "±") if len(part[name]) > 1 else ""
+    return f"{part[f'{name}_mean']:.3f}{deviation}"
+
+
+def _comparison_line(length: int, compared: Mapping[str, Any]) -> str:
+    line = f"{OURS} / {compared['best_baseline']}, {length:,} slates: {compared['ratio']:.3f}"
+    if compared["ratio_interval"] is None:
+        return line
+    low, high = compared["ratio_interval"]
+    return f"{line}, paired {CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
 
 
 def by_clicks(methods: Mapping[str, Any]) -> list[str]:
     """Names, most clicks first."""
-    return sorted(methods, key=lambda name: -_mean(methods, name))
+    return sorted(methods, key=lambda name: -float(methods[name]["clicks_mean"]))

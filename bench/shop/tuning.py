@@ -98,7 +98,7 @@ def tune_rival(
             candidates = [{**best, axis: value} for value in values]
             fresh = [settings for settings in candidates if tuple(settings.values()) not in tried]
             runs = [
-                ShopRun(method, "plain", world, seed, slates, data, settings) for settings in fresh for seed in seeds
+                ShopRun(method, "search", world, seed, slates, data, settings) for settings in fresh for seed in seeds
             ]
             outcomes, failures = run_all(execute, runs, jobs=jobs, console=console, unit="slates")
             if failures:

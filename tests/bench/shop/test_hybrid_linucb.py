@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -28,12 +29,14 @@ def test_means_and_variances_are_those_of_the_explicit_regression() -> None:
     size = SHARED + ARMS * OWN
     gram, target = RIDGE * np.eye(size), np.zeros(size)
     for number in range(60):
-        arm, own, shared = int(random.integers(ARMS)), random.standard_normal(OWN), random.standard_normal(SHARED)
-        reward = float(random.random() < 0.3)
-        model.observe(arm, own, shared, reward)
-        row = joined(ARMS, arm, own, shared)
-        gram += np.outer(row, row)
-        target += reward * row
+        arm, count = int(random.integers(ARMS)), int(random.integers(1, 6))
+        own, shared = random.standard_normal((count, OWN)), random.standard_normal((count, SHARED))
+        rewards = (random.random(count) < 0.3).astype(np.float64)
+        model.observe(arm, own, shared, rewards)
+        for place in range(count):
+            row = joined(ARMS, arm, own[place], shared[place])
+            gram += np.outer(row, row)
+            target += rewards[place] * row
         if number % 20 == 0 or number == 59:
             weights, inverse = np.linalg.solve(gram, target), np.linalg.inv(gram)
             for arms in (np.array([0, 3, 1, 1, 2]), np.full(5, 2)):
@@ -43,6 +46,21 @@ def test_means_and_variances_are_those_of_the_explicit_regression() -> None:
                     asked = joined(ARMS, arm, owns[place], shareds[place])
                     assert means[place] == pytest.approx(asked @ weights)
                     assert variances[place] == pytest.approx(asked @ inverse @ asked)
+
+
+def test_rows_of_one_arm_with_crossed_inputs_have_the_same_means_and_variances() -> None:
+    random = np.random.default_rng(1)
+    columns, context = 6, 4
+    model = HybridRidge(ARMS, OWN, columns + OWN * context, RIDGE)
+    for _ in range(40):
+        own, shared = random.standard_normal((2, OWN)), random.standard_normal((2, columns + OWN * context))
+        model.observe(int(random.integers(ARMS)), own, shared, random.random(2))
+    owns, at, asked = random.standard_normal((5, OWN)), np.array([3, 0, 5, 3, 1]), random.standard_normal(context)
+    rows = np.array([[*np.eye(columns)[at[n]], *np.outer(owns[n], asked).ravel()] for n in range(5)])
+    means, variances = model.predict_crossed(2, owns, at, asked)
+    expected = model.predict(np.full(5, 2), owns, rows)
+    assert means == pytest.approx(expected[0])
+    assert variances == pytest.approx(expected[1])
 
 
 @pytest.mark.parametrize("split", ["user", "item"])
@@ -58,14 +76,16 @@ def test_the_player_ranks_by_the_upper_bound(split: Literal["user", "item"]) -> 
             return joined(users, request.user, described[item], shared)
         return joined(12, item, context, shared)
 
-    shown = feedback(80)
+    made = feedback(80)
+    shown = [replace(each, request=made[number // 5 * 5].request) for number, each in enumerate(made)]  # slates of five
     size = len(row(shown[0].request, 0))
     gram, target = 2.0 * np.eye(size), np.zeros(size)
     for each in shown:
         inputs = decay**each.position * row(each.request, each.item)
         gram += np.outer(inputs, inputs)
         target += each.reward * inputs
-    player.learn(shown)
+    for start in range(0, 80, 10):  # two slates at once, as they may arrive
+        player.learn(shown[start : start + 10])
     weights, inverse = np.linalg.solve(gram, target), np.linalg.inv(gram)
     asked, eligible = ShopRequest(99, 2, "tv", 21), np.array([0, 2, 3, 5, 6, 7, 9, 11])
     rows = [row(asked, item) for item in eligible.tolist()]
