@@ -1,11 +1,12 @@
 """Arms as random effects: an effect of the arm itself, a taste that no feature tells, and the places of a slate.
 
-    reward at place k = e_k · ( wᵀh + b_i ) + noise          h = [1, x, x⊗x, p(x), q_i]
+    reward at place k = e_k · ( wᵀh + b_i + βᵀz ) + noise          h = [1, x, x⊗x, p(x), q_i]
 
 b_i ~ N(0, v_b) is the effect of arm i around what its features say; q_i ~ N(0, diag v_q) are its factors, on which the
 head of a user has coefficients p_u ~ N(0, I): p_uᵀq_i is a low-rank taste (Salakhutdinov and Mnih, "Probabilistic
-Matrix Factorization", 2007). e_k is how often place k is looked at, relative to the first. All variances are learned by
-EM, so that a part that does not help shrinks to nothing.
+Matrix Factorization", 2007). e_k is how often place k is looked at, relative to the first. Where inputs are too many
+for heads, all users share coefficients β ~ N(0, v_β I) of them. All variances are learned by EM, so that a part that
+does not help shrinks to nothing.
 
 Given e_k, a reward r at place k is a reward r/e_k at the first place that counts e_k² times: the rest of the learner
 sees only first places. Everything here is derived from users' samples. An arm that is not in the table has the prior:
@@ -45,6 +46,7 @@ LOOK_EVIDENCE: Final = 2.0
 #: v_b and v_q before they are learned, relative to the noise, and their weight in arms.
 FIRST_EFFECT: Final = 0.05
 FIRST_FACTOR: Final = 0.05
+FIRST_WIDE: Final = 0.01
 FIRST_ARMS: Final = 2.0
 
 #: Applied events from which factors are sought, at doublings; random columns more than factors, and power iterations
@@ -63,9 +65,10 @@ RIDGE_EVENTS: Final = 1.0
 @final
 @dataclass(frozen=True, slots=True)
 class ArmEffects:
-    """Posteriors of arms, sorted by key [A] int64, and e_k; float64.
+    """Posteriors of arms, sorted by key [A] int64, e_k, and coefficients of wide inputs; float64.
 
-    Effects b [A] with variances [A], factors q [A, r], the spreads v_b [] and v_q [r], and looks e [PLACES].
+    Effects b [A] with variances [A], factors q [A, r], the spreads v_b [], v_q [r] and v_β [], looks e [PLACES] and
+    β [W].
     """
 
     keys: Array
@@ -75,10 +78,12 @@ class ArmEffects:
     effect_spread: Array
     factor_spread: Array
     looks: Array
+    wide: Array
+    wide_spread: Array
 
     @classmethod
-    def initial(cls, noise: Tensor) -> Self:
-        """Before any event: one unused row, all places alike."""
+    def initial(cls, noise: Tensor, wide: int) -> Self:
+        """Before any event: one unused row, all places alike, no coefficients of W wide inputs."""
         nothing = torch.zeros(1, dtype=torch.float64)
         factors = nothing.expand(1, FACTORS).clone()
         spread = FIRST_EFFECT * noise
@@ -90,6 +95,8 @@ class ArmEffects:
             effect_spread=spread,
             factor_spread=factors[0] + FIRST_FACTOR * noise,
             looks=torch.ones(PLACES, dtype=torch.float64),
+            wide=torch.zeros(wide, dtype=torch.float64),
+            wide_spread=FIRST_WIDE * noise,
         )
 
     @classmethod
@@ -162,11 +169,12 @@ class HeadSamples:
 class ArmSamples:
     """Samples of B users for the arms' posteriors; float64.
 
-    Head inputs without factors [B, S, D₀], rewards as observed [B, S], weights [B, S], 0 for padding; keys and places
-    [B, S] int64.
+    Head inputs without factors [B, S, D₀], wide inputs [B, S, W], rewards as observed [B, S], weights [B, S], 0 for
+    padding; keys and places [B, S] int64.
     """
 
     inputs: Tensor
+    wide: Tensor
     rewards: Tensor
     weights: Tensor
     keys: Tensor
@@ -220,7 +228,8 @@ class ArmPosteriors:
     def _head_samples(self, arms: ArmEffects, batch: ArmSamples, rows: Tensor) -> HeadSamples:
         looks = looks_at(arms.looks, batch.places)
         h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-        return HeadSamples(h, batch.rewards / looks - _padded(arms.effects)[rows], looks, batch.weights)
+        rest = _padded(arms.effects)[rows] + batch.wide @ arms.wide
+        return HeadSamples(h, batch.rewards / looks - rest, looks, batch.weights)
 
     def _first_place(self, arms: ArmEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """Head inputs [B, S, D], rewards at the first place minus the arm's effect [B, S], and how often they count."""
@@ -242,35 +251,46 @@ class ArmPosteriors:
         return users.gram, users.moment
 
     def _effects(self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor]) -> tuple[Prior, ArmEffects]:
-        """Coefficients μ of the features and the arms' effects b, jointly, given how users differ from μ.
+        """Coefficients (μ, β) of all inputs x and the arms' effects b, jointly, given how users differ from μ.
 
-        One after the other, b would take what features explain. b is eliminated: with C_i = Σw + 1/v_b and M_i = Σwh of
-        arm i, μ solves (Σwhhᵀ − ΣMMᵀ/C)μ = Σwhy − ΣM(Σwy)/C.
+        One after the other, b would take what features explain. b is eliminated: with C_i = Σw + 1/v_b and M_i = Σwx of
+        arm i, (μ, β) solves (Σwxxᵀ − ΣMMᵀ/C)(μ, β) = Σwxy − ΣM(Σwy)/C.
         """
-        size, noise = self._batches[0].inputs.shape[-1], prior.noise
+        heads_size, noise = self._batches[0].inputs.shape[-1], prior.noise
+        size = heads_size + arms.wide.shape[0]
         gram, moment = prior.covariance.new_zeros(size, size), prior.mean.new_zeros(size)
         counts = prior.mean.new_zeros(self._count + 1)
         sums, crossed = counts.clone(), counts.new_zeros(self._count + 1, size)
-        for place, (rows, heads) in enumerate(zip(self._rows, users, strict=True)):
-            h, targets, weights = self._first_place(replace(arms, effects=0 * arms.effects), place)
+        nothing = replace(arms, effects=0 * arms.effects, wide=0 * arms.wide)
+        for place, (batch, rows, heads) in enumerate(zip(self._batches, self._rows, users, strict=True)):
+            h, targets, weights = self._first_place(nothing, place)
             away = heads - prior.mean  # [B, D]
             left = (targets - (h @ away.unsqueeze(-1)).squeeze(-1)).flatten()  # [n]
-            h, w, index = h[..., :size].flatten(0, 1), weights.flatten() / noise, rows.flatten()
-            weighted = h * w.unsqueeze(-1)
-            gram, moment = gram + weighted.mT @ h, moment + left @ weighted
+            x, w = torch.cat([batch.inputs, batch.wide], dim=-1).flatten(0, 1), weights.flatten() / noise
+            weighted, index = x * w.unsqueeze(-1), rows.flatten()
+            gram, moment = gram + weighted.mT @ x, moment + left @ weighted
             counts, sums = counts.index_add(0, index, w), sums.index_add(0, index, w * left)
             crossed = crossed.index_add(0, index, weighted)
         counts, sums, crossed = counts[:-1], sums[:-1], crossed[:-1]  # without arms that have no row
         share = 1 / (counts + 1 / arms.effect_spread)  # [A]
-        ridge = torch.eye(size, dtype=gram.dtype, device=gram.device) * (RIDGE_EVENTS / noise)
-        known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge)  # [D₀, D₀]
+        ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), (1 / arms.wide_spread).expand(size - heads_size)])
+        known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge.diag())  # [D₀ + W, D₀ + W]
         coefficients = known @ (moment - (sums * share) @ crossed)
         effects = share * (sums - crossed @ coefficients)
         pulled = crossed * share.unsqueeze(-1)
         variances = share + ((pulled @ known) * pulled).sum(-1)
         spread = _spread(effects.square() + variances, self._used, FIRST_EFFECT * noise)
-        mean = torch.cat([coefficients, prior.mean[size:]])
-        return replace(prior, mean=mean), replace(arms, effects=effects, variances=variances, effect_spread=spread)
+        wide = coefficients[heads_size:]
+        squares = wide.square() + known.diagonal()[heads_size:]
+        mean = torch.cat([coefficients[:heads_size], prior.mean[heads_size:]])
+        return replace(prior, mean=mean), replace(
+            arms,
+            effects=effects,
+            variances=variances,
+            effect_spread=spread,
+            wide=wide,
+            wide_spread=_spread(squares, torch.ones_like(wide, dtype=torch.bool), FIRST_WIDE * noise),
+        )
 
     def _factors(
         self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
@@ -304,7 +324,7 @@ class ArmPosteriors:
         effects, variances = _padded(arms.effects), torch.cat([arms.variances, arms.effect_spread.view(1)])
         for batch, rows, heads, spread in zip(self._batches, self._rows, users, spreads, strict=True):
             h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows]  # [B, S]
+            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows] + batch.wide @ arms.wide  # [B, S]
             square = first.square() + ((h @ spread) * h).sum(-1) + variances[rows]
             index = batch.places.clip(None, PLACES - 1).flatten()
             earned = earned.index_add(0, index, (batch.weights * batch.rewards * first).flatten())

@@ -28,6 +28,9 @@ NARROWEST_BIN = 0.01
 #: Largest number of rows for quantiles and principal directions.
 ROWS_MAX = 8_192
 
+#: Largest number of inputs with shared coefficients, those that vary most.
+WIDE_MAX = 256
+
 #: Principal directions of smaller variance are not scaled up to unit variance.
 SMALLEST_VARIANCE = 1e-3
 
@@ -160,6 +163,8 @@ class ArmInputs:
         self.narrowed = self.head_inputs_count > settings.head_inputs_max
         #: Numbers of an input that heads and memory see.
         self.seen = settings.head_directions if self.narrowed else self.head_inputs_count
+        #: Inputs that all users share coefficients of, because heads do not see them.
+        self.wide = min(count, WIDE_MAX) if count > settings.head_inputs_max else 0
         #: Products of two of them among the head inputs, if they are few enough.
         self.products = products_for(self.seen, settings.products_max)
         #: The head input p(x); the arm's factors follow it.
@@ -178,6 +183,8 @@ class ArmInputs:
             state["edges"] = even_edges(count, self.bins).to(self.dtype)
         if self.removes_common:
             state |= {name: torch.zeros(count, dtype=self.dtype) for name in ("common_ratio", "common_centre")}
+        if self.wide:
+            state["wide_columns"] = torch.arange(self.wide)
         if self.narrowed:
             directions = torch.randn(self.head_inputs_count, self.seen, generator=generator, dtype=self.dtype)
             state["directions"] = directions / self.head_inputs_count**0.5
@@ -198,6 +205,11 @@ class ArmInputs:
         z = self.standardized(derived, samples.features[rows], slates[rows])
         if self.bins:
             derived["edges"] = quantile_edges(z, self.bins)
+        if self.wide:
+            varying = z.var(0, correction=0)
+            if not self.narrowed:
+                varying[: self.head_inputs_count] = -1  # heads see these
+            derived["wide_columns"] = varying.topk(self.wide).indices.sort().values
         if self.narrowed:
             arms, earlier = (
                 z[:, : self.head_inputs_count],
@@ -226,6 +238,10 @@ class ArmInputs:
         if factors is not None:
             h[..., self.trunk_column + 1 :] = factors
         return h
+
+    def wide_inputs(self, shared: Arrays, z: Array) -> Array:
+        """The inputs that all users share coefficients of: z [..., d] → [..., W]."""
+        return z[..., shared["wide_columns"]] if self.wide else z[..., :0]
 
     def arm_part(self, shared: Arrays, raw: Array, slate: Array) -> Array:
         """Raw inputs [..., d] minus the slate effect, by slate summaries [..., 1 + d]; unchanged when that is off."""

@@ -167,7 +167,7 @@ class PosteriorLearner(Learner):
             **prior_state(prior),
             **PooledHead.initial(self.head_size).state(),
             **kinds_state(Kinds.one(prior)),
-            **ArmEffects.initial(prior.noise).state(),
+            **ArmEffects.initial(prior.noise, self.inputs.wide).state(),
             **groups_state(Groups.none(self.head_size, self.settings.group_spread), GROUP_USERS_MAX),
             "group_mixture": torch.zeros((), dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
@@ -213,6 +213,8 @@ class PosteriorLearner(Learner):
         """A batch's samples as users' heads learn from them."""
         z = self.inputs.standardized(shared, batch.features, self.slate_notes(batch.phi))
         effects, _, factors = ArmEffects.stored(shared).of(batch.arm_keys)
+        if self.inputs.wide:
+            effects = effects + double(self.inputs.wide_inputs(shared, z)) @ shared["arm_wide"]
         h = self.inputs.head_inputs(shared, z, batch.phi[..., TRUNK], cast(factors, z))
         looks = cast(looks_at(shared["arm_looks"], batch.places), z)
         recent = recency_weight(batch.epochs >= shared["since"], batch.rewards) * batch.valid
@@ -264,8 +266,15 @@ class PosteriorLearner(Learner):
             "user_layer": packed(user_layer) if as_numpy else user_layer,
             "ramps": ramps.packed() if ramps and as_numpy else ramps,
             "arms": ArmEffects.served(arrays),
+            "wide_weights": self._wide_weights(arrays) if self.inputs.wide else None,
             "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
+
+    def _wide_weights(self, shared: Arrays) -> Array:
+        """Coefficients of all inputs [d] that all users share."""
+        weights = zeros((self.input_size,), shared["trunk"])
+        weights[shared["wide_columns"]] = cast(shared["arm_wide"], weights)
+        return weights
 
     def prepare_users(self, outline: Any, own: Arrays) -> Arrays:
         library, like = library_of(own["gram"]), own["gram"]
@@ -344,9 +353,13 @@ class PosteriorLearner(Learner):
 
     def _arms(self, outline: Any, query: Query, like: Array) -> QueryArms | None:
         """What is known of the arms of a query; None when they have no ids."""
-        if query.arm_keys is None or not self.settings.arms:
+        if not self.settings.arms or (query.arm_keys is None and not self.inputs.wide):
             return None
-        return QueryArms(*(cast(values, like) for values in outline["arms"].of(query.arm_keys)))
+        keys = zeros((like.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys
+        arms = QueryArms(*(cast(values, like) for values in outline["arms"].of(keys)))
+        if self.inputs.wide:
+            arms.effects = arms.effects + like @ outline["wide_weights"]
+        return arms
 
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
         _, z, predicted = self._encoded(outline, query)
@@ -388,6 +401,7 @@ class PosteriorLearner(Learner):
         derived |= calibration_state(samples, derived["since"])
         if refit:
             derived |= self.inputs.derive(derived, samples, self.slate_notes(samples.notes))
+            derived["arm_wide"] = torch.zeros_like(derived["arm_wide"])  # its columns may be others now
         weights = torch.cat([batch.weight for batch in batches]).to(torch.float64)  # [U]
         if self.settings.arms:
             derived |= self._derived_arms(derived, batches, weights, total_events, refit=refit)
@@ -449,7 +463,16 @@ class PosteriorLearner(Learner):
             z = self.inputs.standardized(derived, batch.features, self.slate_notes(batch.phi))
             h = self.inputs.head_inputs(derived, z, batch.phi[..., TRUNK])[..., :-FACTORS]
             recent = recency_weight(batch.epochs >= derived["since"], batch.rewards) * batch.valid
-            samples.append(ArmSamples(double(h), double(batch.rewards), double(recent), batch.arm_keys, batch.places))
+            samples.append(
+                ArmSamples(
+                    double(h),
+                    double(self.inputs.wide_inputs(derived, z)),
+                    double(batch.rewards),
+                    double(recent),
+                    batch.arm_keys,
+                    batch.places,
+                )
+            )
         prior, effects = derive_arms(
             prior_from_state(derived),
             ArmEffects.stored(derived),
