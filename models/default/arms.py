@@ -58,8 +58,9 @@ SEARCH_STEPS: Final = 4
 #: Rounds of (users' heads, features and effects, factors, places) in an epoch, and after factors were sought.
 ROUNDS, ROUNDS_SOUGHT = 2, 4
 
-#: Ridge on the coefficients of features, in events.
+#: Ridge on the coefficients of features, in events, and on the constant, which is the level of all rewards.
 RIDGE_EVENTS: Final = 1.0
+RIDGE_CONSTANT_EVENTS: Final = 0.01
 
 
 @final
@@ -276,6 +277,7 @@ class ArmPosteriors:
         counts, sums, crossed = counts[:-1], sums[:-1], crossed[:-1]  # without arms that have no row
         share = 1 / (counts + 1 / arms.effect_spread)  # [A]
         ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), (1 / arms.wide_spread).expand(size - heads_size)])
+        ridge[0] = RIDGE_CONSTANT_EVENTS / noise
         known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge.diag())  # [D₀ + W, D₀ + W]
         coefficients = known @ (moment - (sums * share) @ crossed)
         effects = share * (sums - crossed @ coefficients)

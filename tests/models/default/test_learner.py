@@ -30,6 +30,7 @@ from tests.models.default_worlds import (
     selected_samples,
     small,
     with_common_part,
+    with_known_arms,
 )
 from tests.models.literal_default import shown
 from tests.models.properties import PROPERTY
@@ -59,8 +60,10 @@ def check_against_literal(scene: Scene, dtype: torch.dtype) -> None:
     literal = literal_of(scene.settings, scene.inputs, scene.shared)
     heads = [literal.head(samples_of(person)) for person in scene.pool]
     index = 0
-    for (asker, own_row, arms), stored in zip(scene.requests, as_array(query.own["head"]), strict=True):
-        for offered in shown(list(arms.numpy())):
+    for request, ((asker, own_row, arms), stored) in enumerate(
+        zip(scene.requests, as_array(query.own["head"]), strict=True)
+    ):
+        for offered in shown(list(arms.numpy()), scene.keys_of(request)):
             arm = literal.score(offered, samples_of(asker), stored, heads, own_row)
             assert_close(scores.mean[index], arm.mean, TOLERANCE[dtype])
             # A square root is steep near 0 and magnifies the rounding of its argument.
@@ -107,13 +110,18 @@ def test_scores_of_wide_inputs_in_float32_equal_the_literal_ones(scene: Scene) -
     [{}, {"groups": False}, {"embed": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
     ids=lambda changes: next(iter(changes), "all"),
 )
-def test_fitted_users_equal_the_literal_ones(changes: dict[str, int], since: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("catalogue", [0, 4], ids=["no ids", "ids"])
+def test_fitted_users_equal_the_literal_ones(
+    changes: dict[str, int], since: float, dtype: torch.dtype, catalogue: int
+) -> None:
     learner = PosteriorLearner(small(**changes), 3, dtype)
     generator = generator_of(4)
     guard = {"guard": 0.6} if learner.settings.groups else {}
     shared = grouped_epoch(learner, kinds(learner, 8, 6, generator), since=since, **guard)
     shared = with_common_part(learner, shared, generator)
-    people = [random_history(learner, count, generator) for count in (0, 1, 3, 4, 9)]
+    if catalogue:
+        shared = with_known_arms(shared, generator, catalogue)
+    people = [random_history(learner, count, generator, catalogue=catalogue) for count in (0, 1, 3, 4, 9)]
     states = fitted(learner, shared, people)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     assert all(value.dtype == dtype for value in states.values())
@@ -130,7 +138,7 @@ def test_fitted_users_equal_the_literal_ones(changes: dict[str, int], since: flo
             assert_close(states["kept_weights"][row, place], literal.weight(sample), TOLERANCE[dtype])
             expected = literal.h(sample.arm, sample.noted)
             np.testing.assert_allclose(as_array(states["kept_heads"][row, place]), expected, atol=TOLERANCE[dtype])
-            assert_close(states["kept_rewards"][row, place], sample.reward, TOLERANCE[dtype])
+            assert_close(states["kept_rewards"][row, place], literal.target(sample), TOLERANCE[dtype])
 
 
 # ---------------------------------------------------------------------- requests
