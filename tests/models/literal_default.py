@@ -2,10 +2,10 @@
 
 One user, one arm, one sample at a time, in float64 numpy, and nothing imported from `models`. Where the fast code keeps
 sums A = Σ hhᵀ and b = Σ hr and inverts precisions, this keeps the samples and conditions the joint normal distribution
-of coefficients and rewards; where it compares evidence up to a constant, this computes the density of all rewards; where
-it searches arms in a sorted table, this has a dictionary.
+of coefficients and rewards; where it compares evidence up to a constant, this computes the density of all rewards;
+where it searches arms in a sorted table, this has a dictionary.
 
-A reward at place k is e_k·(wᵀh + b_i + βᵀz) + noise: divided by e_k, it is a reward at the first place with noise σ²/e_k².
+A reward at place k is e_k·(wᵀh + b_i + βᵀz) + noise; divided by e_k, it is one at the first place with noise σ²/e_k².
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
+from metaban.models.default.arms import PLACES
 from metaban.models.default.evidence import Samples
 from metaban.models.default.influence import (
     FIRST_LEAN,
@@ -127,7 +128,8 @@ class TestWeights:
 
     def test_samples_of_users_without_influence_are_not_replayed(self) -> None:
         batches = [past_of(torch.rand(size, 2), torch.rand(size), 6) for size in (3, 2)]
-        samples = Samples.of(batches, torch.tensor(0.0)).weighted_by_user(batches, torch.tensor([0.0, 0.5]))
+        shared = {"since": torch.tensor(0.0), "arm_looks": torch.ones(PLACES)}
+        samples = Samples.of(batches, shared).weighted_by_user(batches, torch.tensor([0.0, 0.5]))
         assert samples.weights.tolist() == [0, 0, 0, 0.5, 0.5]
 
 
