@@ -496,7 +496,7 @@ class PosteriorLearner(Learner):
             z = self.inputs.standardized(shared, samples.features[rows], self.slate_notes(notes))
             x = torch.cat([self.inputs.codes(shared, z), notes[:, EMBEDDED : self.slate_from]], dim=-1)
             gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
-            state = state.after(gradient, self.inputs.trunk_rate, self.inputs.trunk_decay)
+            state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
         return state.state()
 
     def _updated_prior(
