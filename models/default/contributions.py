@@ -32,7 +32,7 @@ def posterior_contributions(
     """Attribution of n arms of one request: rows, standardised inputs z [n, d] and the trunk's predictions [n]."""
     raw, own, nothing = query.arms[rows], query.own, zeros((rows.shape[0],), z)
     gradient = zeros(z.shape, z)  # ∂mean/∂z
-    if settings.trunk:
+    if inputs.trunk:
         ramps = outline["ramps"]
         delta = through_layers(outline["layers"], ramps.values(z) if ramps else z, own["user_offset"])
         gradient = ramps.gradient(z, delta) if ramps else delta

@@ -142,7 +142,7 @@ class PosteriorLearner(Learner):
         self.starts = WarmStartPrior(self.inputs, inputs)
         self.start_size = self.starts.size
         #: Numbers of the user embedding: the user's head without its coefficients of p and of factors.
-        self.embedded = self.inputs.trunk_column if settings.embed else 0
+        self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk else 0
         #: The notes of an arm end with the summary of its slate.
         self.slate_from = EMBEDDED + self.embedded
         self.noted = self.slate_from + self.inputs.slate_numbers
@@ -350,7 +350,7 @@ class PosteriorLearner(Learner):
         """Slate summaries, standardised arms [N, d] and the trunk's predictions [N]."""
         slate = slate_summary(query.arms, query.slates) if self.inputs.removes_common else query.arms[:, :0]
         z = self.inputs.standardized(outline, query.arms, slate)
-        if not self.settings.trunk:
+        if not self.inputs.trunk:
             return slate, z, library_of(z).zeros_like(z[:, 0])
         ramps, user_offset = outline["ramps"], query.slates.spread(query.own["user_offset"])
         return slate, z, trunk_prediction(outline["layers"], ramps.values(z) if ramps else z, user_offset)
@@ -417,7 +417,7 @@ class PosteriorLearner(Learner):
         prior, kinds, user_weights = self._updated_prior(
             derived, users, weights, epoch_events, total_events, refit=refit
         )
-        if self.settings.trunk:
+        if self.inputs.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
             left = torch.cat([head.targets.flatten() for head in heads])  # what arms do not explain
