@@ -230,7 +230,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_growth: float = 0.03
 
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
-                 "head_directions", "memory_samples", "embed", "products_max", "apart")  # fmt: skip
+                 "head_directions", "memory_samples", "trunk", "embed", "products_max", "apart")  # fmt: skip
 
     NETWORK_SIZE = ("members", "width", "depth", "codes_max")
     USER_SIZE = ("head_inputs_max", "head_directions", "products_max", "memory_samples")
