@@ -19,12 +19,15 @@ from metaban.models.numerics.arrays import as_arrays
 from metaban.models.settings import MetaBanSettings, PosteriorSettings
 from tests.models.default_worlds import batch_of, generator_of, kinds
 
-#: Inputs with products, without, and so many that heads see only principal directions.
-WIDTHS = (3, 12, 60)
+#: So many inputs that heads see only the first of them, which describe the arm.
+WITH_CONTEXT, OF_ARM = 61, 4
+#: Inputs with products, without, and so many that heads see only principal directions or the arm's part.
+WIDTHS = (3, 12, 60, WITH_CONTEXT)
 
 
 def build(inputs: int, **changes: object) -> PosteriorLearner:
-    return PosteriorLearner(replace(PosteriorSettings(memory_samples=4), **changes), inputs, torch.float64)
+    settings = replace(PosteriorSettings(memory_samples=4), **changes)
+    return PosteriorLearner(settings, inputs, torch.float64, arm_inputs=OF_ARM if inputs == WITH_CONTEXT else None)
 
 
 def grouped_epoch(learner: PosteriorLearner, shared: State | None = None, seed: int = 0, events: int = 512) -> State:
@@ -108,7 +111,7 @@ def test_numpy_equals_torch(inputs: int) -> None:
             np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("inputs", [3, 12])
+@pytest.mark.parametrize("inputs", [3, 12, WITH_CONTEXT])
 def test_a_start_predicts_the_same_after_a_new_standardisation(inputs: int) -> None:
     learner = build(inputs)
     before = grouped_epoch(learner)
