@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -75,6 +75,11 @@ class Scene:
     pool: list[UserHistory]
     requests: list[tuple[UserHistory, int, Tensor]]  # asking user, their row in the pool or −1, and arms [k, d]
     arm_keys: list[Tensor] | None = None  # keys [k] of the arms of each request; None when they have no ids
+    arm_inputs: int | None = None  # the first inputs, which describe the arm alone; None: all
+
+    def learner(self, dtype: torch.dtype) -> PosteriorLearner:
+        """The fast learner."""
+        return PosteriorLearner(self.settings, self.inputs, dtype, arm_inputs=self.arm_inputs)
 
     def keys_of(self, request: int) -> list[int] | None:
         """Keys of the arms of one request."""
@@ -242,6 +247,8 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     d = draw(st.integers(3, 6) if wide else st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     narrowed = wide or draw(st.booleans())
+    # Up to two inputs of the arm are few enough for heads, whatever the context adds.
+    arm_inputs = d if wide else draw(st.integers(1, d))
     settings = small(
         alpha=draw(st.sampled_from([0.0, 0.3, 2.0])),
         nu=draw(st.sampled_from([0.1, 1.0, 5.0])),
@@ -261,7 +268,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         seed=draw(st.integers(0, 2**31 - 1)),
         **({"head_inputs_max": 2, "head_directions": draw(st.integers(1, 2))} if narrowed else {}),
     )
-    learner = PosteriorLearner(settings, d, torch.float64)
+    learner = PosteriorLearner(settings, d, torch.float64, arm_inputs=arm_inputs)
     catalogue = draw(st.sampled_from([0, 1, 6]))  # none: arms have no ids
     if draw(st.sampled_from([True, True, False])):
         changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
@@ -274,7 +281,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     shared = with_common_part(learner, shared, generator)
     if settings.arms and draw(st.booleans()):
         shared = with_known_arms(shared, generator, catalogue)
-    both = as_stored_by(PosteriorLearner(settings, d), shared)  # exact in both dtypes
+    both = as_stored_by(PosteriorLearner(settings, d, arm_inputs=arm_inputs), shared)  # exact in both dtypes
     shared = QuietState(
         {name: value.to(torch.float64) if value.is_floating_point() else value for name, value in both.items()}
     )
@@ -295,7 +302,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         requests.append((asker, row, arms))
         numbers = st.sampled_from([*range(1 + catalogue), NEW_ARM])
         arm_keys.append(torch.tensor(draw(st.lists(numbers, min_size=len(arms), max_size=len(arms)))))
-    return Scene(settings, d, shared, pool, requests, arm_keys if catalogue else None)
+    return Scene(settings, d, shared, pool, requests, arm_keys if catalogue else None, arm_inputs)
 
 
 def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
@@ -319,7 +326,7 @@ def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
 
 def fast_scores(scene: Scene, dtype: torch.dtype = torch.float64) -> Scores:
     """Scores of the fast learner."""
-    learner = PosteriorLearner(scene.settings, scene.inputs, dtype)
+    learner = scene.learner(dtype)
     shared = as_stored_by(learner, scene.shared)
     return learner.score(shared, fitted(learner, shared, scene.pool), query_of(scene, learner, shared))
 
@@ -359,11 +366,15 @@ def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]
     return centres, np.exp(offset + 0.5 * (centres * pull).sum(-1))
 
 
-def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> LiteralPosterior:
+def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     """The literal learner with the same shared numbers."""
+    settings, inputs = learner.settings, learner.input_size
+    head_inputs = inputs if inputs <= settings.head_inputs_max else learner.arm_inputs
+    # Where a context makes inputs too many for heads, there is no trunk.
+    trunk = settings.trunk and (inputs <= settings.head_inputs_max or head_inputs > settings.head_inputs_max)
     numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
-    embedded = settings.embed * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
+    embedded = settings.embed * trunk * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
     widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
     members: list[list[tuple[Array, Array]]] = [[] for _ in range(settings.members)]
     flat = iter(numbers["trunk"])
@@ -373,12 +384,14 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             layers.append((weight, np.array([next(flat) for _ in range(rows)])))
     assert not list(flat)
     centres, evidence_weights = groups_of(settings, shared)
+    read = LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)})
     return LiteralPosterior(
-        LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)}),
+        replace(read, trunk=trunk),
         LiteralShared(
             mean=numbers["mean"],
             scale=numbers["scale"],
             edges=numbers.get("edges"),
+            head_inputs=head_inputs,
             directions=numbers.get("directions"),
             common_ratio=numbers.get("common_ratio"),
             common_centre=numbers.get("common_centre"),

@@ -38,7 +38,8 @@ class LiteralShared:
     mean: Array  # [d]
     scale: Array  # [d]
     edges: Array | None  # [d, bins + 1]
-    directions: Array | None  # [d, c]
+    head_inputs: int  # the first numbers of an input that heads are about
+    directions: Array | None  # [head inputs, c]
     common_ratio: Array | None  # τ²/σ² [d], where the common part of a slate is removed
     common_centre: Array | None  # m [d]
     trunk: list[list[tuple[Array, Array]]]  # weights [rows, columns] and biases [rows] of each layer of each member
@@ -162,9 +163,9 @@ class LiteralPosterior:
         return np.array([min(max(value, -10.0), 10.0) for value in z])
 
     def embedding(self, head: Array) -> list[float]:
-        """Embedding of the asking user: the coefficients of [1, x, products] in prior deviations from the prior mean,
-        clipped at 4."""
-        if not self.settings.embed:
+        """Embedding of the asking user, which the trunk sees: the coefficients of [1, x, products] in prior deviations
+        from the prior mean, clipped at 4."""
+        if not self.settings.embed or not self.settings.trunk:
             return []
         shared, found = self.shared, []
         for place in range(len(head) - 1 - len(shared.unknown.factors)):
@@ -192,7 +193,7 @@ class LiteralPosterior:
 
     def inputs(self, arm: LiteralShown) -> Array:
         """The part of h that comes from the arm alone."""
-        z = self.standardized(arm)
+        z = self.standardized(arm)[: self.shared.head_inputs]
         return z if self.shared.directions is None else self.shared.directions.T @ z
 
     def h(self, arm: LiteralShown, predicted: float) -> Array:

@@ -87,7 +87,7 @@ def each_alone(learner: Learner, shared: Any, pool: Arrays, query: Query) -> lis
 
 
 def requests_of(scene: Scene) -> list[ExplainedRequest]:
-    learner = PosteriorLearner(scene.settings, scene.inputs, torch.float64)
+    learner = scene.learner(torch.float64)
     pool = fitted(learner, scene.shared, scene.pool)
     return each_alone(learner, scene.shared, pool, query_of(scene, learner, scene.shared))
 

@@ -45,7 +45,7 @@ WIDTHS = pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
 
 def check_against_literal(scene: Scene, dtype: torch.dtype) -> None:
     """Compare every arm's mean, bonus, notes and agreeing users with the literal ones."""
-    learner = PosteriorLearner(scene.settings, scene.inputs, dtype)
+    learner = scene.learner(dtype)
     shared = as_stored_by(learner, scene.shared)
     pool, query = fitted(learner, shared, scene.pool), query_of(scene, learner, shared)
     scores = learner.score(shared, pool, query)
@@ -57,7 +57,7 @@ def check_against_literal(scene: Scene, dtype: torch.dtype) -> None:
         rows = torch.where(query.own_row == row, 0, -1)
         only = {name: value[row : row + 1] for name, value in pool.items()}
         agreeing.append(learner.score(shared, only, replace(query, own_row=rows)).group_size - 1)
-    literal = literal_of(scene.settings, scene.inputs, scene.shared)
+    literal = literal_of(learner, scene.shared)
     heads = [literal.head(samples_of(person)) for person in scene.pool]
     index = 0
     for request, ((asker, own_row, arms), stored) in enumerate(
@@ -125,7 +125,7 @@ def test_fitted_users_equal_the_literal_ones(
     states = fitted(learner, shared, people)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     assert all(value.dtype == dtype for value in states.values())
-    literal = literal_of(learner.settings, 3, shared)
+    literal = literal_of(learner, shared)
     for row, person in enumerate(people):
         samples = samples_of(person)
         gram, moment = literal.statistics(samples)
@@ -189,7 +189,7 @@ def test_arms_in_another_order_have_the_same_scores(changes: dict[str, int]) -> 
 def test_the_asking_users_row_in_the_pool_is_ignored() -> None:
     """The asking user counts as a member with the state in the query; an old row in the pool is ignored."""
     scene = scene_of()
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    learner = scene.learner(torch.float64)
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     expected = learner.score(scene.shared, pool, query)
     stale = {name: value.clone() for name, value in pool.items()}
@@ -267,7 +267,7 @@ def test_a_shift_of_the_slate_is_seen_by_a_known_share() -> None:
     centre = torch.tensor([0.3, -2.0, 0.5], dtype=torch.float64)
     scene.shared |= {"common_ratio": ratio, "common_centre": centre}
     by = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64)
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    learner = scene.learner(torch.float64)
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     scores = learner.score(scene.shared, pool, replace(query, arms=query.arms + by))
     arms = []
@@ -287,7 +287,7 @@ def test_a_linear_head_sees_less_of_a_shift_the_more_arms_share(ratio: float, ar
     """The mean moves by 1/(1 + k·τ²/σ²) of the shift seen without common parts."""
     scene = scene_of(trunk=False, groups=False, memory=False, products_max=0, **WIDE)
     scene = replace(scene, requests=[(asker, row, shelf[:arms]) for asker, row, shelf in scene.requests])
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    learner = scene.learner(torch.float64)
     # Users are fitted once: only the view of new arms is compared, not what was learned.
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     richer = replace(query, arms=query.arms + torch.tensor([0.2, -0.3, 0.4], dtype=torch.float64))
@@ -318,13 +318,13 @@ def test_when_nearly_all_is_common_only_differences_between_arms_count(heads: bo
 def test_a_sample_uses_the_slate_of_its_decision(dtype: torch.dtype) -> None:
     """From the slate noted at the decision; later epochs apply their common part to the same slate."""
     scene = scene_of(**WIDE)
-    learner = PosteriorLearner(scene.settings, 3, dtype)
+    learner = scene.learner(dtype)
     arms, notes = torch.cat([shelf for _, _, shelf in scene.requests]), fast_scores(scene, dtype).phi
     later = with_common_part(learner, as_stored_by(learner, scene.shared), generator_of(99))
     assert not torch.equal(later["common_ratio"], as_stored_by(learner, scene.shared)["common_ratio"])
     offered = [arm for _, _, shelf in scene.requests for arm in shown(list(shelf.numpy()))]
     for shared in (as_stored_by(learner, scene.shared), later):
-        literal = literal_of(scene.settings, 3, shared)
+        literal = literal_of(learner, shared)
         for row, arm in enumerate(offered):
             person = UserHistory(
                 arms[row : row + 1], torch.ones(1), notes[row : row + 1], torch.zeros(1, dtype=torch.int64)
