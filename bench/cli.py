@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -348,6 +349,9 @@ def tune_shop(
     methods: Annotated[
         str | None, typer.Option("--methods", help="Rivals to tune, separated by commas. Default: all with settings.")
     ] = None,
+    variants: Annotated[
+        str, typer.Option("--variants", "--variant", help="Variants to tune in, separated by commas.")
+    ] = "200x150",
     slates: Annotated[int, typer.Option("--slates", min=1, help="Slates of each run.")] = 3_000,
     jobs: Jobs = None,
     data: Data = None,
@@ -361,13 +365,15 @@ def tune_shop(
     from metaban.bench.shop.tuning import tune_rival
     from metaban.bench.worlds.data import DataMissing
 
-    found = {}
+    found: dict[str, dict[str, object]] = {}
+    worlds = parse_variants(variants)
     for name in tuple(TUNED) if methods is None else parse_names(methods, TUNED, "--methods"):
         if (reason := unavailable(name)) is not None:
             console.print(f"skipped {name}: {reason}", highlight=False, markup=False)
             continue
+        search = partial(tune_rival, name, data=data, jobs=jobs or os.cpu_count() or 1, console=console, slates=slates)
         try:
-            found[name] = tune_rival(name, data=data, jobs=jobs or os.cpu_count() or 1, console=console, slates=slates)
+            found[name] = {world: search(variant_name=world) for world in worlds}
         except DataMissing as missing:
             console.print(f"nothing was tuned: {missing}", highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(1) from None
