@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -36,10 +37,10 @@ EPILOG: Final = """
 their limits. --json adds the raw results, --plot a picture, and --check makes
 the exit status 1 if a bar does not hold.
 
-[bold]Environments[/bold]: synthetic needs no data; movielens, yelp, service
-and mnist read public data sets from --data, from $METABAN_BENCH_DATA or from
-../shared/data, and are skipped if these are missing (docs/benchmarks.md
-describes the files). With --check, a run that skips everything fails.
+[bold]Environments[/bold]: synthetic, digits and categories need no data;
+movielens, yelp, service, revenue and mnist read public data sets from --data,
+from $METABAN_BENCH_DATA or from ../shared/data, and are skipped if these are
+missing (docs/benchmarks.md describes the files). With --check, a run that skips everything fails.
 
 [bold]Seeds[/bold] 100-102, and 300-304 of shop, are for reporting; settings
 are chosen on others.
@@ -85,7 +86,13 @@ Check = Annotated[
 
 Seeds = Annotated[str, typer.Option("--seeds", help="Seeds of the environments: 100, 100-102 or 100,105.")]
 
-Env = Annotated[str, typer.Option("--env", help="Environment: synthetic, movielens, yelp, service or mnist.")]
+Env = Annotated[
+    str,
+    typer.Option(
+        "--env",
+        help="Environment: synthetic, movielens, yelp, service, mnist, digits, categories-50, …-200 or revenue.",
+    ),
+]
 
 Rounds = Annotated[
     int | None, typer.Option("--rounds", min=1, help="Decisions of each run. Default: 10,000, fewer with --quick.")
@@ -342,6 +349,9 @@ def tune_shop(
     methods: Annotated[
         str | None, typer.Option("--methods", help="Rivals to tune, separated by commas. Default: all with settings.")
     ] = None,
+    variants: Annotated[
+        str, typer.Option("--variants", "--variant", help="Variants to tune in, separated by commas.")
+    ] = "200x150",
     slates: Annotated[int, typer.Option("--slates", min=1, help="Slates of each run.")] = 3_000,
     jobs: Jobs = None,
     data: Data = None,
@@ -355,13 +365,15 @@ def tune_shop(
     from metaban.bench.shop.tuning import tune_rival
     from metaban.bench.worlds.data import DataMissing
 
-    found = {}
+    found: dict[str, dict[str, object]] = {}
+    worlds = parse_variants(variants)
     for name in tuple(TUNED) if methods is None else parse_names(methods, TUNED, "--methods"):
         if (reason := unavailable(name)) is not None:
             console.print(f"skipped {name}: {reason}", highlight=False, markup=False)
             continue
+        search = partial(tune_rival, name, data=data, jobs=jobs or os.cpu_count() or 1, console=console, slates=slates)
         try:
-            found[name] = tune_rival(name, data=data, jobs=jobs or os.cpu_count() or 1, console=console, slates=slates)
+            found[name] = {world: search(variant_name=world) for world in worlds}
         except DataMissing as missing:
             console.print(f"nothing was tuned: {missing}", highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(1) from None
@@ -375,7 +387,7 @@ def tune_shop(
 def tune(
     envs: Annotated[
         str, typer.Option("--envs", help="Environments to tune in, separated by commas.")
-    ] = "synthetic,movielens,yelp,service,mnist",
+    ] = "synthetic,movielens,yelp,service,mnist,digits,categories-50,categories-200,revenue",
     methods: Annotated[
         str | None, typer.Option("--methods", help="Baselines to tune, separated by commas. Default: all.")
     ] = None,
@@ -384,14 +396,14 @@ def tune(
     data: Data = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the chosen settings to this file.")] = None,
 ) -> None:
-    """Choose the settings of the baselines by grid search, on a seed that is not reported.
+    """Choose the settings of the baselines by grid search, on seeds that are not reported.
 
     `metaban bench regret` uses the recorded choices; this command reproduces them.
     """
     from metaban.bench.regret.methods import RIVALS
     from metaban.bench.regret.regret import print_skipped
-    from metaban.bench.regret.tuning import TUNING_SEED
     from metaban.bench.regret.tuning import tune as tune_baselines
+    from metaban.bench.regret.tuning import tuning_seeds
     from metaban.bench.regret.vowpal import VOWPAL
     from metaban.bench.regret.vowpal_tuning import choose_options
     from metaban.bench.worlds.data import DataMissing
@@ -402,7 +414,7 @@ def tune(
     present = []
     for env in parse_names(envs, ENVIRONMENTS, "--envs"):
         try:
-            build_environment(env, seed=TUNING_SEED, data=data)
+            build_environment(env, seed=tuning_seeds(env)[0], data=data)
             present.append(env)
         except DataMissing as missing:
             console.print(f"skipped {env}: {missing}", highlight=False, markup=False, soft_wrap=True)

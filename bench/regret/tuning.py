@@ -1,9 +1,9 @@
-"""Settings of the baselines, by grid search on a seed that is not reported.
+"""Settings of the baselines, by grid search on seeds that are not reported.
 
 The grid of λ and α is the Meta-Ban paper's. Linear methods also choose between raw and standardised inputs, clustering
 methods the separation of two estimates. The whole grid runs for a fifth of the reported rounds, the best settings for
 all of them: what leads after a fifth is often a model that shares too much between users. `baseline_settings.json`
-records the result.
+records the result. Where a search would take hours, an entry names the environment whose settings it takes: `as_in`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from metaban.bench.worlds.environments import Environment, EnvironmentRound, bui
 
 SETTINGS_FILE: Final = Path(__file__).with_name("baseline_settings.json")
 
-#: Seed and rounds of the search.
-TUNING_SEED: Final = 50
+#: Seeds of the search, those of some environments, and rounds.
+TUNING_SEEDS: Final = (50,)
+TUNING_SEEDS_OF: Final = dict.fromkeys(("digits", "categories-50", "categories-200", "revenue"), (200, 201, 202))
 TUNING_ROUNDS: Final = 10_000
 
 #: Divisor of the rounds in the first stage, and settings that reach the second.
@@ -49,9 +50,10 @@ SEPARATIONS: Final[dict[str, tuple[float, ...]]] = {
 }
 NEURAL: Final = ("neuralucb-one", "neuralucb-ind")
 
-#: Environments with wide inputs, where a round takes milliseconds: rounds are divided by this, and clustering methods
-#: try raw inputs and every other α₂ only.
-SLOW_WORLDS: Final = ("mnist",)
+#: Environments with wide inputs, where a round of clustering and neural methods takes milliseconds, in the first ones
+#: that of all methods: rounds are divided by this, and clustering methods try raw inputs and every other α₂ only.
+SLOW_FOR_ALL: Final = ("mnist",)
+SLOW_WORLDS: Final = (*SLOW_FOR_ALL, "digits", "categories-200")
 SLOW_DIVISOR: Final = 5
 
 
@@ -63,15 +65,28 @@ class GridTrial:
     env: str
     method: str
     settings: dict[str, float | bool]
+    seed: int
     rounds: int
     data: Path | None
+
+
+def tuning_seeds(env: str) -> tuple[int, ...]:
+    """Seeds of the search in an environment."""
+    return TUNING_SEEDS_OF.get(env, TUNING_SEEDS)
+
+
+def tuning_rounds(env: str, method: str, rounds: int) -> int:
+    """Rounds of the second stage of a search."""
+    slow = env in SLOW_FOR_ALL or (env in SLOW_WORLDS and (method in SEPARATIONS or method in NEURAL))
+    return max(1, rounds // SLOW_DIVISOR) if slow else rounds
 
 
 def tuned_settings(env: str, method: str) -> dict[str, float | bool]:
     """The recorded settings of a baseline in an environment."""
     chosen = json.loads(SETTINGS_FILE.read_text("utf-8"))
     try:
-        return dict(chosen[env][method]["settings"])
+        entry = chosen[env][method]
+        return dict(chosen[entry["as_in"]][method]["settings"] if "as_in" in entry else entry["settings"])
     except KeyError:
         raise ValueError(f"there are no settings of {method} in {env}; run `metaban bench tune`") from None
 
@@ -94,7 +109,7 @@ def tune(
     jobs: int = 1,
     console: Console | None = None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """By environment and method: the best settings, the rounds and seed they were chosen on, and their regret."""
+    """By environment and method: the best settings, the rounds and seeds they were chosen on, and their mean regret."""
     unknown = [method for method in methods if method not in BASELINES]
     if unknown:
         raise ValueError(f"unknown baselines: {', '.join(unknown)}; choose from {', '.join(BASELINES)}")
@@ -103,21 +118,23 @@ def tune(
     found: dict[str, dict[str, dict[str, Any]]] = {env: {} for env in env_names}
     with bar, _players(jobs) as pool:
         for env, method in product(env_names, methods):
-            length = max(1, rounds // SLOW_DIVISOR) if env in SLOW_WORLDS else rounds
+            length, seeds = tuning_rounds(env, method, rounds), tuning_seeds(env)
             grid = candidates(env, method)
             for stage in (max(1, length // FIRST_LOOK_DIVISOR), length):
-                trials = [GridTrial(env, method, settings, stage, data) for settings in grid]
+                # Seed by seed, since the rounds of the latest worlds are kept.
+                trials = [GridTrial(env, method, settings, seed, stage, data) for seed in seeds for settings in grid]
                 task = bar.add_task(f"{method} in {env}, {stage} rounds", total=len(trials))
-                regrets = []
+                found_regrets = []
                 for regret in map(play, trials) if pool is None else pool.map(play, trials):
-                    regrets.append(regret)
+                    found_regrets.append(regret)
                     bar.advance(task)
                 bar.remove_task(task)
-                order = sorted(range(len(trials)), key=regrets.__getitem__)
+                regrets = [sum(found_regrets[place :: len(grid)]) / len(seeds) for place in range(len(grid))]
+                order = sorted(range(len(grid)), key=regrets.__getitem__)
                 grid = [grid[place] for place in order[:FINALISTS]]
             found[env][method] = {
                 "settings": grid[0],
-                "seed": TUNING_SEED,
+                "seeds": list(seeds),
                 "rounds": length,
                 "regret": round(min(regrets), 1),
             }
@@ -127,8 +144,8 @@ def tune(
 
 def play(trial: GridTrial) -> float:
     """Cumulative regret of a trial."""
-    users, dimension, recorded = _recorded(trial.env, trial.rounds, trial.data)
-    baseline = build_baseline(trial.method, users=users, dimension=dimension, seed=TUNING_SEED, settings=trial.settings)
+    users, dimension, recorded = _recorded(trial.env, trial.seed, trial.rounds, trial.data)
+    baseline = build_baseline(trial.method, users=users, dimension=dimension, seed=trial.seed, settings=trial.settings)
     total = 0.0
     for asked in recorded:
         arms = asked.arms
@@ -139,9 +156,9 @@ def play(trial: GridTrial) -> float:
 
 
 @lru_cache(maxsize=2)
-def _recorded(env: str, rounds: int, data: Path | None) -> tuple[int, int, list[EnvironmentRound]]:
+def _recorded(env: str, seed: int, rounds: int, data: Path | None) -> tuple[int, int, list[EnvironmentRound]]:
     """Users, dimension and rounds of an environment; cached, since trials share it and it is slow to build."""
-    world: Environment = build_environment(env, seed=TUNING_SEED, data=data)
+    world: Environment = build_environment(env, seed=seed, data=data)
     return world.users, world.dimension, [world.next_round() for _ in range(rounds)]
 
 

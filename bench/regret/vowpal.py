@@ -27,6 +27,10 @@ CHOSEN: Final = {
     "yelp": "--squarecb --gamma_scale 1000 -q ua -q aa",
     "service": "--squarecb --gamma_scale 1000 -q ua -q aa --coin",
     "mnist": "--squarecb --gamma_scale 1000 -q ua",
+    "digits": "--squarecb --gamma_scale 1000 -q ua",
+    "categories-50": "--squarecb --gamma_scale 1000 -q ua -q aa",
+    "categories-200": "--squarecb --gamma_scale 1000 -q ua",
+    "revenue": "--squarecb --gamma_scale 1000 -q ua --coin",
 }
 
 

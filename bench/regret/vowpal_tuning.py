@@ -1,4 +1,4 @@
-"""Options of Vowpal Wabbit by grid search, on a seed that is not reported.
+"""Options of Vowpal Wabbit by grid search, on seeds that are not reported.
 
 Three ways to explore, with and without products of arm features, with two update rules. The whole grid runs for a fifth
 of the rounds, the best options for all of them, as for the baselines (`tuning.py`).
@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from metaban.bench.regret.runs import Contender, Run, play
-from metaban.bench.regret.tuning import FIRST_LOOK_DIVISOR, SLOW_DIVISOR, SLOW_WORLDS, TUNING_SEED
+from metaban.bench.regret.tuning import FIRST_LOOK_DIVISOR, tuning_rounds, tuning_seeds
 from metaban.bench.regret.vowpal import VOWPAL, VowpalMethod
 from metaban.bench.worlds.environments import build_environment
 
@@ -37,19 +37,23 @@ def candidates(dimension: int) -> list[str]:
 
 def choose_options(env: str, *, data: Path | None, rounds: int, console: Console) -> dict[str, Any]:
     """The best options in an environment, in two stages like the baselines."""
-    dimension = build_environment(env, seed=TUNING_SEED, data=data).dimension
-    rounds = max(1, rounds // SLOW_DIVISOR) if env in SLOW_WORLDS else rounds
+    seeds, rounds = tuning_seeds(env), tuning_rounds(env, VOWPAL, rounds)
+    dimension = build_environment(env, seed=seeds[0], data=data).dimension
     left, regrets = candidates(dimension), [0.0]
     for length in (max(1, rounds // FIRST_LOOK_DIVISOR), rounds):
-        run = Run(Contender.plain(VOWPAL), env, TUNING_SEED, length, data)
         regrets = []
         for options in left:
-            world = build_environment(env, seed=TUNING_SEED, data=data)
-            regrets.append(float(play(world, VowpalMethod(options, seed=TUNING_SEED), run).regret.sum()))
+            regrets.append(float(np.mean([_regret(options, env, seed, length, data) for seed in seeds])))
             console.print(
                 f"{env}, vw {options}: {regrets[-1]:.1f} after {length:,} rounds", highlight=False, markup=False
             )
         order = np.argsort(regrets, kind="stable")[:FINALISTS]
         left, regrets = [left[place] for place in order], [regrets[place] for place in order]
     settings = {"options": left[0]}
-    return {"settings": settings, "seed": TUNING_SEED, "rounds": rounds, "regret": round(regrets[0], 1)}
+    return {"settings": settings, "seeds": list(seeds), "rounds": rounds, "regret": round(regrets[0], 1)}
+
+
+def _regret(options: str, env: str, seed: int, rounds: int, data: Path | None) -> float:
+    world = build_environment(env, seed=seed, data=data)
+    run = Run(Contender.plain(VOWPAL), env, seed, rounds, data)
+    return float(play(world, VowpalMethod(options, seed=seed), run).regret.sum())

@@ -14,6 +14,7 @@ from metaban.bench.shop.item_rates import ClickRateThompson, OraclePlayer, Popul
 from metaban.bench.shop.over_http import HttpPlayer
 from metaban.bench.shop.player import PlayerSettings, ShopPlayer
 from metaban.bench.shop.shipped import ShippedPlayer
+from metaban.bench.shop.variants import WORLDS, plain_name
 from metaban.bench.shop.vowpal_ids import VowpalIds
 from metaban.bench.worlds.shop import Shop
 
@@ -49,17 +50,19 @@ def unavailable(name: str) -> str | None:
     return None
 
 
-def tuned_settings(name: str) -> dict[str, Any]:
-    """The recorded settings of a rival."""
-    return dict(json.loads(SETTINGS_FILE.read_text("utf-8"))[name]["settings"])
+def tuned_settings(name: str, variant: str = WORLDS[0]) -> dict[str, Any]:
+    """The recorded settings of a rival: of this variant, else of the plain shop of its size, else of `200x150`."""
+    searches = json.loads(SETTINGS_FILE.read_text("utf-8"))[name]
+    known = next(each for each in (variant, plain_name(variant), WORLDS[0]) if each in searches)
+    return dict(searches[known]["settings"])
 
 
 def build_player(
-    name: str, shop: Shop, *, seed: int, settings: PlayerSettings | None = None
+    name: str, shop: Shop, *, seed: int, variant_name: str = WORLDS[0], settings: PlayerSettings | None = None
 ) -> tuple[ShopPlayer, dict[str, Any]]:
     """A player and its settings for the report; `settings` replace the recorded ones of a tuned rival."""
     if name in TUNED:
-        chosen = tuned_settings(name) if settings is None else dict(settings)
+        chosen = tuned_settings(name, variant_name) if settings is None else dict(settings)
         return TUNED[name](shop, seed, **chosen), chosen
     if name == OURS:
         shipped = ShippedPlayer(shop.catalogue, seed=seed)

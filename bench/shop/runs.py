@@ -64,7 +64,9 @@ class ShopOutcome:
 def execute(run: ShopRun, report: Callable[[int], None] = lambda slates: None) -> ShopOutcome:
     """Build the shop and the player of a run, and play."""
     shop = Shop(run.variant, seed=run.seed, data=run.data)
-    player, settings = build_player(run.method, shop, seed=run.seed, settings=run.settings)
+    player, settings = build_player(
+        run.method, shop, seed=run.seed, variant_name=run.variant_name, settings=run.settings
+    )
     with closing(player):
         clicks, decision_ms, update_ms = play(shop, player, run.slates, report)
     return ShopOutcome(run, clicks, decision_ms, update_ms, settings)

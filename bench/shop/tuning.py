@@ -1,7 +1,8 @@
 """Settings of the rivals, by search on seeds that are not reported.
 
 A coordinate search: from the first value of every axis, each axis in turn takes the value with the most clicks, until a
-pass over all axes changes nothing. All rivals are tuned in the plain shop. `rival_settings.json` records the result.
+pass over all axes changes nothing. `rival_settings.json` records the result by rival and variant; a variant without a
+search of its own uses the settings of the plain shop of its size, or of `200x150`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rich.console import Console
 from metaban.bench.core.parallel import run_all
 from metaban.bench.shop.players import VOWPAL
 from metaban.bench.shop.runs import ShopRun, execute
-from metaban.bench.worlds.shop import Shop, ShopVariant
+from metaban.bench.shop.variants import WORLDS, variant_of
+from metaban.bench.worlds.shop import Shop
 
 #: Seeds and slates of the search.
 TUNING_SEEDS: Final = (200, 201, 202)
@@ -84,10 +86,10 @@ def tune_rival(
     console: Console,
     slates: int = TUNING_SLATES,
     seeds: Sequence[int] = TUNING_SEEDS,
-    variant: ShopVariant | None = None,
+    variant_name: str = WORLDS[0],
 ) -> dict[str, Any]:
     """The best settings of a rival, the seeds and slates of the search, its clicks a slate, and the settings tried."""
-    world = variant or ShopVariant()
+    world = variant_of(variant_name)
     Shop(world, seed=seeds[0], data=data)  # raises DataMissing before any run
     axes = AXES[method]
     best: dict[str, float | str | bool] = {name: values[0] for name, values in axes.items()}
@@ -98,7 +100,9 @@ def tune_rival(
             candidates = [{**best, axis: value} for value in values]
             fresh = [settings for settings in candidates if tuple(settings.values()) not in tried]
             runs = [
-                ShopRun(method, "search", world, seed, slates, data, settings) for settings in fresh for seed in seeds
+                ShopRun(method, variant_name, world, seed, slates, data, settings)
+                for settings in fresh
+                for seed in seeds
             ]
             outcomes, failures = run_all(execute, runs, jobs=jobs, console=console, unit="slates")
             if failures:

@@ -6,10 +6,13 @@ rewards, whatever they chose before. Arms are shuffled in every round.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Final, final
 
 import numpy as np
@@ -25,7 +28,9 @@ Places = NDArray[np.int64]
 @final
 @dataclass(frozen=True, slots=True)
 class EnvironmentRound:
-    """One round: a user, arm features [k, d], the chance of a reward of each arm [k], and the rewards [k].
+    """One round: a user, arm features [k, d], the expected reward of each arm [k], and the rewards [k].
+
+    Where rewards are 0 or 1, the expected reward is the chance of a 1.
 
     Methods see the user, the arms and the context; chances, and rewards of arms that were not chosen, are hidden.
     """
@@ -246,6 +251,7 @@ class RatedItems(Environment):
         self._loved, self._plain = [loved[place] for place in fit], [plain[place] for place in fit]
         #: Row of each user in the matrix of ratings.
         self.rows: Places = active[fit]
+        self._ratings = ratings
         self.users = len(fit)
         self.dimension = SERVICE_FACTORS
 
@@ -254,11 +260,54 @@ class RatedItems(Environment):
 
     def round_of(self, user: int, random: np.random.Generator) -> EnvironmentRound:
         """A round of one user."""
+        arms, ratings = self.rated_arms(user, random)
+        rewards = (ratings == 5).astype(np.float64)
+        return EnvironmentRound(user, arms, rewards, rewards)
+
+    def rated_arms(self, user: int, random: np.random.Generator) -> tuple[Matrix, Matrix]:
+        """The arms of a round of one user [10, 12], and the user's own ratings of them [10]."""
         plain = random.choice(self._plain[user], size=IDLE_ARMS, replace=False)
         shown = np.append(plain, random.choice(self._loved[user]))
-        order = random.permutation(len(shown))
-        rewards = (order == IDLE_ARMS).astype(np.float64)
-        return EnvironmentRound(user, self._items[shown[order]], rewards, rewards)
+        shown = shown[random.permutation(len(shown))]
+        return self._items[shown], self._ratings[self.rows[user], shown]
+
+
+#: Probability that a user buys an item that they rated so.
+PURCHASE_CHANCES: Final[dict[int, float]] = {1: 0.02, 2: 0.05, 3: 0.1, 5: 0.5}
+
+#: Deviation of the logarithm of an amount, and the quantile of the amounts at which they are clipped.
+AMOUNT_SIGMA: Final = 1.5
+AMOUNT_QUANTILE: Final = 0.99
+
+
+@final
+class Purchases(Environment):
+    """The rounds of `RatedItems` with rare and heavy-tailed rewards: what a user pays, instead of whether they like it.
+
+    An item is bought with the probability that belongs to the user's rating of it. The amount is log-normal with
+    median 1 and σ = 1.5, clipped at its 99 % quantile c = exp(1.5 · 2.326) ≈ 32.8, and divided by c. The expected
+    amount is (exp(σ²/2)·Φ(ln(c)/σ − σ) + 0.01·c) / c ≈ 0.085, so that of a loved item is 0.042.
+    """
+
+    def __init__(self, ratings: Matrix, *, seed: int, most: int = SERVICE_USERS) -> None:
+        self._random = np.random.default_rng(seed)
+        self._films = RatedItems(ratings, seed=seed, most=most)
+        self._chances = np.array([PURCHASE_CHANCES.get(rating, 0.0) for rating in range(6)])  # [ratings]
+        normal, above = NormalDist(), 1 - AMOUNT_QUANTILE
+        quantile = normal.inv_cdf(AMOUNT_QUANTILE)
+        self._cap = math.exp(AMOUNT_SIGMA * quantile)
+        kept = math.exp(AMOUNT_SIGMA**2 / 2) * normal.cdf(quantile - AMOUNT_SIGMA)
+        #: Expected amount of a purchase, clipped and scaled.
+        self.expected_amount = kept / self._cap + above
+        self.users, self.dimension = self._films.users, self._films.dimension
+
+    def next_round(self) -> EnvironmentRound:
+        user = int(self._random.integers(self.users))
+        arms, ratings = self._films.rated_arms(user, self._random)
+        chances = self._chances[ratings.astype(np.int64)]
+        bought = self._random.random(len(arms)) < chances
+        amounts = np.minimum(self._random.lognormal(0.0, AMOUNT_SIGMA, len(arms)), self._cap) / self._cap
+        return EnvironmentRound(user, arms, chances * self.expected_amount, bought * amounts)
 
 
 @final
@@ -288,9 +337,84 @@ class ShiftedImages(Environment):
         return EnvironmentRound(user, arms, rewards, rewards)
 
 
+#: Users of `digits`, side of an image and of a patch that becomes one number, and the largest value of a pixel.
+DIGIT_USERS: Final = 20
+DIGIT_SIDE: Final = 8
+DIGIT_PATCH: Final = 2
+DIGIT_VALUE_MAX: Final = 16.0
+
+
+@final
+class DigitBlocks(Environment):
+    """Digits as a bandit with one block of inputs a class: the arm of the image's class has reward 1.
+
+    An image of 8 × 8 pixels becomes 16 numbers in [0, 1], the means of its patches of 2 × 2, and a constant 1. The arm
+    of class c has these 17 numbers in the block of c, and zeros in the other blocks: 170 inputs for ten classes. All
+    users share the task, so what one user teaches holds for the others.
+    """
+
+    def __init__(self, images: Matrix, labels: Places, *, seed: int, users: int = DIGIT_USERS) -> None:
+        """Images [n, 64] with values from 0 to 16, and their classes [n], from 0 on."""
+        self._random = np.random.default_rng(seed)
+        half = DIGIT_SIDE // DIGIT_PATCH
+        patches = images.reshape(len(images), half, DIGIT_PATCH, half, DIGIT_PATCH)
+        means = patches.mean((2, 4)).reshape(len(images), -1) / DIGIT_VALUE_MAX  # [n, 16]
+        self._inputs: Matrix = np.concatenate([means, np.ones((len(images), 1))], axis=1)  # [n, 17]
+        self._labels = labels
+        self._classes = int(labels.max()) + 1
+        self.users = users
+        self.dimension = self._classes * self._inputs.shape[1]
+
+    def next_round(self) -> EnvironmentRound:
+        user, image = int(self._random.integers(self.users)), int(self._random.integers(len(self._inputs)))
+        order = self._random.permutation(self._classes)
+        arms = np.zeros((self._classes, self._classes, self._inputs.shape[1]))  # [arms, blocks, 17]
+        arms[np.arange(self._classes), order] = self._inputs[image]
+        rewards = (order == self._labels[image]).astype(np.float64)
+        return EnvironmentRound(user, arms.reshape(self._classes, -1), rewards, rewards)
+
+
+@lru_cache(maxsize=1)
+def _digits() -> tuple[Matrix, Places]:
+    """The 1,797 images of scikit-learn's digits, and their classes."""
+    found: Any = import_module("sklearn.datasets").load_digits()  # slow to import, and untyped
+    return found.data.astype(np.float64), found.target.astype(np.int64)
+
+
+#: Users of `categories`, their hidden kinds, arms of a round, and parameters of the Beta distribution of click rates.
+CATEGORY_USERS: Final = 50
+CATEGORY_KINDS: Final = 5
+CATEGORY_ARMS: Final = 10
+CATEGORY_RATES: Final = (1.0, 4.0)
+
+
+@final
+class Categories(Environment):
+    """Arms are one-hot: ten different random categories a round; the user's hidden kind has a click rate of each.
+
+    The click rates of each kind are drawn from Beta(1, 4), mean 0.2. User u is of kind u mod 5. Rewards are 0 or 1.
+    """
+
+    def __init__(self, categories: int, *, seed: int, users: int = CATEGORY_USERS, kinds: int = CATEGORY_KINDS) -> None:
+        self._random = np.random.default_rng(seed)
+        #: Click rate of each kind of users in each category [kinds, categories].
+        self.rates: Matrix = self._random.beta(*CATEGORY_RATES, (kinds, categories))
+        self.users = users
+        self.dimension = categories
+
+    def next_round(self) -> EnvironmentRound:
+        user = int(self._random.integers(self.users))
+        shown = self._random.choice(self.dimension, CATEGORY_ARMS, replace=False)  # in random order
+        chances = self.rates[user % len(self.rates), shown]
+        rewards = (self._random.random(CATEGORY_ARMS) < chances).astype(np.float64)
+        return EnvironmentRound(user, np.eye(self.dimension)[shown], chances, rewards)
+
+
 #: The synthetic environment of the benchmarks without switches.
 SYNTHETIC: Final[dict[str, Any]] = {"users": 200, "groups": 4, "arms": 10, "dimension": 5, "tastes": 2}
-ENVIRONMENTS: Final = ("synthetic", "movielens", "yelp", "service", "mnist")
+ENVIRONMENTS: Final = (
+    "synthetic", "movielens", "yelp", "service", "mnist", "digits", "categories-50", "categories-200", "revenue"
+)  # fmt: skip
 
 
 def build_environment(name: str, *, seed: int, data: Path | None = None, **switches: Any) -> Environment:
@@ -308,4 +432,10 @@ def build_environment(name: str, *, seed: int, data: Path | None = None, **switc
         return RatedItems(movielens_ratings(folder), seed=seed)
     if name == "mnist":
         return ShiftedImages([digit_images(folder, "mnist"), digit_images(folder, "notmnist")], seed=seed)
+    if name == "digits":
+        return DigitBlocks(*_digits(), seed=seed)
+    if name in ("categories-50", "categories-200"):
+        return Categories(int(name.removeprefix("categories-")), seed=seed)
+    if name == "revenue":
+        return Purchases(movielens_ratings(folder), seed=seed)
     raise ValueError(f"there is no environment {name!r}; choose one of {', '.join(ENVIRONMENTS)}")

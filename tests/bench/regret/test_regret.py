@@ -160,6 +160,8 @@ def test_bars_are_the_claims_of_the_environment() -> None:
     assert bars("yelp", 500, quick=True) == {
         "yelp: default / best baseline (linucb), 500 rounds, quick": (0.8, 0.94, True)
     }
+    for env in ("digits", "categories-50", "categories-200", "revenue"):
+        assert bars(env) == {f"{env}: default / best baseline (linucb)": (0.8, 1.0, True)}
     del found["methods"]["vw"]
     assert list(bars("mnist")) == ["mnist: default / best baseline that was run (linucb)"]
     assert "default-no-groups" in usual_methods("synthetic")

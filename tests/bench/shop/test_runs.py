@@ -111,7 +111,7 @@ def test_every_method_plays_every_variant_the_same_way_twice(method: str) -> Non
         replace(SMALL, features=False),
         replace(SMALL, ids=False, clicks_only=True),
     ):
-        run = ShopRun(method, "some", variant, 201, 60)
+        run = ShopRun(method, "40x3", variant, 201, 60)
         reported: list[int] = []
         outcome = execute(run, reported.append)
         assert sum(reported) == 60

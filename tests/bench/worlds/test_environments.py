@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ from metaban.bench.worlds.data import FOLDER_VARIABLE, DataMissing, folder_besid
 from metaban.bench.worlds.environments import (
     CLUSTERS,
     ENVIRONMENTS,
+    Categories,
     ClusteredRatings,
+    DigitBlocks,
     Environment,
     EnvironmentRound,
+    Purchases,
     RatedItems,
     ShiftedImages,
     SyntheticGroups,
@@ -23,8 +28,8 @@ from metaban.bench.worlds.environments import (
 )
 
 Matrix = NDArray[np.float64]
-#: Environments made of data, in which exactly one arm has a reward.
-OF_DATA = ("movielens", "yelp", "service", "mnist")
+#: Environments made of data sets that may be missing.
+OF_DATA = ("movielens", "yelp", "service", "mnist", "revenue")
 
 
 def world_of(name: str, seed: int) -> Environment:
@@ -195,6 +200,101 @@ def test_shifted_images_earn_when_moved_by_their_class() -> None:
             assert image.tolist() == [1 + asked.user % 3, 8 + asked.user // 3, 3.0]
             assert np.count_nonzero(row) == 3
         assert asked.rewards.tolist() == [float(places == asked.user % 3) for places in moved]
+
+
+def slow_digit_arm(image: Matrix, kind: int, classes: int) -> list[float]:
+    """The input of one arm, number by number."""
+    arm = []
+    for block in range(classes):
+        for row in range(0, 8, 2):
+            for column in range(0, 8, 2):
+                pixels = [image[8 * (row + down) + column + right] for down in (0, 1) for right in (0, 1)]
+                arm.append(sum(pixels) / 4 / 16 if block == kind else 0.0)
+        arm.append(float(block == kind))
+    return arm
+
+
+def test_digits_earn_in_the_block_of_their_class() -> None:
+    random = np.random.default_rng(20)
+    images, labels = random.integers(0, 17, (7, 64)).astype(np.float64), np.array([0, 1, 2, 1, 0, 2, 1])
+    world = DigitBlocks(images, labels, seed=21, users=4)
+    assert (world.users, world.dimension) == (4, 51)
+    seen: set[int] = set()
+    for _ in range(60):
+        asked = world.next_round()
+        blocks = [int(np.flatnonzero(row)[-1]) // 17 for row in asked.arms]  # the constant is the last of its block
+        assert sorted(blocks) == [0, 1, 2]
+        [image] = [
+            number
+            for number in range(7)
+            if all(np.allclose(asked.arms[arm], slow_digit_arm(images[number], blocks[arm], 3)) for arm in range(3))
+        ]
+        assert asked.rewards.tolist() == asked.chances.tolist() == [float(block == labels[image]) for block in blocks]
+        seen.add(image)
+    assert seen == set(range(7))
+
+
+def test_categories_are_one_hot_with_the_click_rates_of_the_user_s_kind() -> None:
+    world = Categories(12, seed=22, users=9, kinds=4)
+    assert (world.users, world.dimension, world.rates.shape) == (9, 12, (4, 12))
+    rounds = [world.next_round() for _ in range(4_000)]
+    shows, clicks, first = np.zeros((4, 12)), np.zeros((4, 12)), np.zeros(12)
+    for asked in rounds:
+        shown = [row.tolist().index(1.0) for row in asked.arms]
+        assert asked.arms.sum() == len(set(shown)) == 10
+        assert asked.chances.tolist() == [world.rates[asked.user % 4, category] for category in shown]
+        for category, reward in zip(shown, asked.rewards, strict=True):
+            shows[asked.user % 4, category] += 1
+            clicks[asked.user % 4, category] += reward
+        first[shown[0]] += 1
+    spread = np.sqrt(world.rates * (1 - world.rates) / shows)
+    assert (np.abs(clicks / shows - world.rates) < 4.5 * spread + 1e-3).all()
+    assert np.abs(first - 4_000 / 12).max() < 5 * np.sqrt(4_000 / 12)
+    rates = Categories(4_000, seed=23).rates
+    assert rates.shape == (5, 4_000)
+    assert (rates.mean(), rates.var()) == pytest.approx((1 / 5, 1 * 4 / (5**2 * 6)), rel=0.05)
+
+
+def test_purchases_are_rare_and_their_amounts_heavy_tailed() -> None:
+    random = np.random.default_rng(24)
+    ratings = random.integers(0, 6, (20, 90)).astype(np.float64)
+    world, films = Purchases(ratings, seed=25), RatedItems(ratings, seed=25)
+    assert (world.users, world.dimension) == (films.users, 12)
+    # The expected amount, by a sum over quantiles of the clipped log-normal distribution.
+    quantiles = [NormalDist().inv_cdf((place + 0.5) / 100_000) for place in range(100_000)]
+    cap = math.exp(1.5 * 2.3263479)
+    slow = sum(min(math.exp(1.5 * each), cap) / cap for each in quantiles) / 100_000
+    assert world.expected_amount == pytest.approx(slow, rel=1e-3)
+    chances = {1: 0.02, 2: 0.05, 3: 0.1, 5: 0.5}
+    factors = {tuple(row): item for item, row in enumerate(films._items)}
+    rounds = [world.next_round() for _ in range(3_000)]
+    for asked in rounds:
+        stars = [ratings[films.rows[asked.user], factors[tuple(row)]] for row in asked.arms]
+        assert sorted(star == 5 for star in stars) == [False] * 9 + [True]
+        assert asked.chances == pytest.approx([chances[int(star)] * world.expected_amount for star in stars])
+        assert asked.regret(stars.index(5)) == 0
+    rewards = np.array([asked.rewards for asked in rounds])
+    expected = np.array([asked.chances for asked in rounds])
+    assert ((rewards >= 0) & (rewards <= 1)).all()
+    assert rewards.mean() == pytest.approx(expected.mean(), rel=0.1)
+    assert (rewards > 0).mean() == pytest.approx(expected.mean() / world.expected_amount, rel=0.1)
+    paid = rewards[rewards > 0]
+    assert np.median(paid) == pytest.approx(1 / cap, rel=0.15)
+    assert (paid == 1).mean() == pytest.approx(0.01, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "users", "dimension", "arms"),
+    [("digits", 20, 170, 10), ("categories-50", 50, 50, 10), ("categories-200", 50, 200, 10), ("revenue", 300, 12, 10)],
+)
+def test_worlds_have_the_documented_sizes_and_shuffled_arms(name: str, users: int, dimension: int, arms: int) -> None:
+    world = world_of(name, 26)
+    assert world.dimension == dimension
+    assert 0.9 * users <= world.users <= users
+    rounds = [world.next_round() for _ in range(1_000)]
+    assert all(asked.arms.shape == (arms, dimension) for asked in rounds)
+    places = np.bincount([int(asked.chances.argmax()) for asked in rounds], minlength=arms)
+    assert np.abs(places - 100).max() < 5 * np.sqrt(100 * 0.9)
 
 
 @pytest.mark.parametrize(
