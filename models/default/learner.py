@@ -514,11 +514,11 @@ class PosteriorLearner(Learner):
         everyone = kinds.prior
         for _ in range(steps):
             everyone = with_tastes(everyone.em_step(users, weights))
-        kinds, guard = replace(kinds, prior=everyone), derived["guard"]
-        if self.settings.teaching:
-            seed = self.settings.seed
-            kinds = derive_kinds(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
-        if not (self.settings.teaching and enough_users(users) and kinds.any_excluded):
+        if not self.settings.teaching:
+            return everyone, Kinds.one(everyone), weights
+        kinds, guard, seed = replace(kinds, prior=everyone), derived["guard"], self.settings.seed
+        kinds = derive_kinds(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
+        if not (enough_users(users) and kinds.any_excluded):
             return everyone, kinds, weights
         # Where groups predict better, they already separate users, and all users keep their weight.
         user_weights = torch.where(guard < GROUPS_HELP, weights * kinds.weights_of(users), weights)  # [U]
