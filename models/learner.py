@@ -139,6 +139,8 @@ class Learner(ABC):
     #: d, the length of a raw input, and how many of its first numbers describe the arm alone.
     input_size: int
     arm_inputs: int
+    #: Shared tensors with a row for each arm. How many rows depends on the samples; all of them have as many.
+    of_arms: tuple[str, ...] = ()
     #: Parameters of the networks that all users share.
     network_size: int
     #: q, the number of notes that `score` returns with an arm.

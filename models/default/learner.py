@@ -26,6 +26,7 @@ from torch import Tensor
 from metaban.models.default.arms import (
     FACTORS,
     FACTORS_FROM_EVENTS,
+    OF_ARMS,
     ArmEffects,
     ArmSamples,
     HeadSamples,
@@ -123,6 +124,7 @@ class PosteriorLearner(Learner):
     """Posterior heads on a shared trunk."""
 
     supports_numpy = True
+    of_arms = OF_ARMS
 
     def __init__(
         self,

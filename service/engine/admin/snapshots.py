@@ -111,7 +111,8 @@ class LearnerRecords:
 
     def check_epoch(self, tensors: dict[str, np.ndarray]) -> None:
         """ValueError unless shared state has the learner's names and shapes and is finite."""
-        _check(tensors, self._shared)
+        rows = next((tensors[name].shape[:1] for name in self._learner.of_arms if name in tensors), ())
+        _check(tensors, self._shared | {name: rows + self._shared[name][1:] for name in self._learner.of_arms})
 
     def check_state(self, tensors: dict[str, np.ndarray]) -> None:
         """ValueError unless a user's state has the learner's fields and is finite."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from metaban.models.default.arms import UNUSED_KEY
+from metaban.models.default.arms import OF_ARMS, UNUSED_KEY
 from metaban.models.default.evidence import ALONE, EMBEDDED, TOGETHER
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.learner import Query, State, UserBatch
@@ -33,9 +33,6 @@ from tests.models.worlds import assert_close, rounded_to_float32
 BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 WIDTHS = pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
 IDS = pytest.mark.parametrize("catalogue", [0, 5], ids=["no ids", "ids"])
-
-#: Tensors with a row for each arm.
-OF_ARMS = ("arm_keys", "arm_effects", "arm_variances", "arm_factors")
 
 
 def test_the_schedule_of_epochs() -> None:
