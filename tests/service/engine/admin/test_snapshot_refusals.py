@@ -199,5 +199,5 @@ def test_an_epoch_has_as_many_rows_as_it_knows_arms() -> None:
     for name in learner.of_arms:
         missing = {other: array for other, array in grown.items() if other != name}
         for damaged in (grown | {name: epoch[name]}, grown | {name: grown[name][:, None]}, missing):
-            with pytest.raises(ValueError, match="arm_.* have the wrong shape, or are missing or unknown"):
+            with pytest.raises(ValueError, match=r"arm_.* have the wrong shape, or are missing or unknown"):
                 records.check_epoch(damaged)
