@@ -141,6 +141,8 @@ class Learner(ABC):
     arm_inputs: int
     #: Parameters of the networks that all users share.
     network_size: int
+    #: Tensors of the shared state with a row for each of something that is learned; all have the same number of rows.
+    growing: frozenset[str] = frozenset()
     #: q, the number of notes that `score` returns with an arm.
     noted: int = 0
     #: Numbers of a warm start, the last of them its trust; 0 for a learner without warm starts.
@@ -157,6 +159,19 @@ class Learner(ABC):
     def with_epoch_number(self, shared: State, number: int) -> State:
         """This shared state, to be published as epoch `number` (after a restore)."""
         return shared
+
+    def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Names of tensors that keep a shared state of these shapes from being used: unknown, missing or misshapen."""
+        known = {name: tuple(tensor.shape) for name, tensor in self.initial_shared().items()}
+        wrong = set(known) ^ set(shapes)
+        for name in set(known) & set(shapes):
+            grows = name in self.growing
+            shape, own = (shapes[name][1:], known[name][1:]) if grows else (shapes[name], known[name])
+            if shape != own or (grows and not shapes[name]):
+                wrong.add(name)
+        if len({shapes[name][:1] for name in self.growing & set(shapes)}) > 1:
+            wrong |= self.growing & set(shapes)
+        return sorted(wrong)
 
     @abstractmethod
     def initial_user(self, shared: State) -> State:

@@ -442,9 +442,8 @@ class Replica:
             for start in range(0, len(ordered), LOAD_USERS):
                 states += (await self._users.load(ordered[start : start + LOAD_USERS])).values()
             if not await self._run(lambda: self._swap(epoch, states, replaceable)):
-                self._log.error(
-                    "epoch_refused", number=epoch.number, reason="not finite; the previous one stays served"
-                )
+                reason = "not finite, or not of this learner; the previous one stays served"
+                self._log.error("epoch_refused", number=epoch.number, reason=reason)
                 return
             self._epoch = (epoch.number, epoch.created_ms)
             self._brief_soon()
