@@ -49,17 +49,18 @@ FIRST_FACTOR: Final = 0.05
 FIRST_WIDE: Final = 0.01
 FIRST_ARMS: Final = 2.0
 
-#: Applied events from which factors are sought, at doublings; random columns more than factors, and power iterations
-#: of the search.
+#: Applied events from which factors are sought, at doublings; columns, some more than factors, and power iterations of
+#: the search.
 FACTORS_FROM_EVENTS: Final = 1_024
-SEARCH_EXTRA: Final = 4
+SEARCH_COLUMNS: Final = FACTORS + 4
 SEARCH_STEPS: Final = 4
 
 #: Rounds of (users' heads, features and effects, factors, places) in an epoch, and after factors were sought.
 ROUNDS, ROUNDS_SOUGHT = 2, 4
 
-#: Ridge on the coefficients of features, in events.
+#: Ridge on the coefficients of features, in events, and on the constant, which is the level of all rewards.
 RIDGE_EVENTS: Final = 1.0
+RIDGE_CONSTANT_EVENTS: Final = 0.01
 
 
 @final
@@ -184,9 +185,11 @@ class ArmSamples:
 def arms_by_samples(batches: Sequence[ArmSamples]) -> Tensor:
     """The keys of the arms with most samples, sorted: at most ARMS_MAX [A]; unused rows have UNUSED_KEY.
 
-    The number of rows depends on shapes alone, so that nothing is read back from a GPU.
+    The number of rows depends on shapes alone, so that nothing is read back from a GPU; it is at least the number of
+    columns of `ArmPosteriors.sought`.
     """
-    keys = torch.cat([torch.where(batch.weights > 0, batch.keys, NO_ARM_KEY).flatten() for batch in batches])  # [n]
+    seen = [torch.where(batch.weights > 0, batch.keys, NO_ARM_KEY).flatten() for batch in batches]
+    keys = torch.cat([*seen, seen[0].new_full((SEARCH_COLUMNS,), NO_ARM_KEY)])  # [n]
     ordered = keys.sort().values
     number = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)  # [n], of each distinct key
     counts = torch.zeros_like(ordered).index_add(0, number, (ordered != NO_ARM_KEY).to(ordered))  # [n]
@@ -274,6 +277,7 @@ class ArmPosteriors:
         counts, sums, crossed = counts[:-1], sums[:-1], crossed[:-1]  # without arms that have no row
         share = 1 / (counts + 1 / arms.effect_spread)  # [A]
         ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), (1 / arms.wide_spread).expand(size - heads_size)])
+        ridge[0] = RIDGE_CONSTANT_EVENTS / noise
         known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge.diag())  # [D₀ + W, D₀ + W]
         coefficients = known @ (moment - (sums * share) @ crossed)
         effects = share * (sums - crossed @ coefficients)
@@ -343,14 +347,13 @@ class ArmPosteriors:
         for place, heads in enumerate(torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])):
             h, targets, weights = self._first_place(without, place)
             residuals.append(weights * (targets - (h @ heads.unsqueeze(-1)).squeeze(-1)))  # [B, S]
-        width = FACTORS + SEARCH_EXTRA
-        of_arms = torch.randn(self._count, width, generator=generator, dtype=torch.float64).to(mean)
+        of_arms = torch.randn(self._count, SEARCH_COLUMNS, generator=generator, dtype=torch.float64).to(mean)
         for _ in range(SEARCH_STEPS):
             of_users = [
                 (residual.unsqueeze(-1) * _padded(of_arms)[rows]).sum(1)
                 for residual, rows in zip(residuals, self._rows, strict=True)
-            ]  # [B, width] each
-            turned = of_arms.new_zeros(self._count + 1, width)
+            ]  # [B, columns] each
+            turned = of_arms.new_zeros(self._count + 1, SEARCH_COLUMNS)
             for residual, rows, users in zip(residuals, self._rows, of_users, strict=True):
                 turned = turned.index_add(
                     0, rows.flatten(), (residual.unsqueeze(-1) * users.unsqueeze(1)).flatten(0, 1)

@@ -1,8 +1,9 @@
 """Attribution of the default learner's mean.
 
-The mean is wᵀh(x) of the user's head w on h = [1, x, x⊗x, p(x)], plus the memory's correction. The head's constant is
-the intercept. The rest of wᵀh, the trunk's p included, is attributed by gradient × input with the slate summary fixed.
-The memory is one separate part: its kernel is so narrow that its gradient is 0 almost everywhere.
+The mean is wᵀh(x) of the user's head w on h = [1, x, x⊗x, p(x), q_i], plus the arm's effect b_i, the shared βᵀz of wide
+inputs, and the memory's correction. The head's constant is the intercept. The rest of wᵀh and βᵀz, the trunk's p
+included, are attributed by gradient × input with the slate summary fixed. The memory is one separate part: its kernel
+is so narrow that its gradient is 0 almost everywhere. What is known of the arm by its id belongs to no input.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def posterior_contributions(
         by_head = by_head + through_products(x, head[1 + seen : inputs.trunk_column])
     gradient = gradient * head[inputs.trunk_column]
     gradient[:, : inputs.head_inputs_count] += by_head @ outline["directions"].mT if inputs.narrowed else by_head
+    if inputs.wide and settings.arms:
+        gradient += outline["wide_weights"]
     memory = nothing
     if settings.memory:
         memory, _ = memory_correction(known, Slates([rows.shape[0]]), own, outline["gain"], settings.memory_radius)

@@ -168,7 +168,7 @@ class PosteriorLearner(Learner):
             **prior_state(prior),
             **PooledHead.initial(self.head_size).state(),
             **kinds_state(Kinds.one(prior)),
-            **ArmEffects.initial(prior.noise, self.inputs.wide).state(),
+            **self._no_arms(),
             **groups_state(Groups.none(self.head_size, self.settings.group_spread), GROUP_USERS_MAX),
             "group_mixture": torch.zeros((), dtype=torch.float64),
             "guard": torch.zeros((), dtype=torch.float64),
@@ -179,6 +179,10 @@ class PosteriorLearner(Learner):
             "reliability": torch.zeros(BINS, COLUMNS, dtype=torch.float64),
         }
         return shared | self.inputs.initial(generator)
+
+    def _no_arms(self) -> State:
+        """The state of arms before any event."""
+        return ArmEffects.initial(Prior.initial(self.head_size).noise, self.inputs.wide).state()
 
     def with_epoch_number(self, shared: State, number: int) -> State:
         # Samples carry the epoch of their decision, and drift is measured by epochs.
@@ -404,9 +408,11 @@ class PosteriorLearner(Learner):
             derived |= self.inputs.derive(derived, samples, self.slate_notes(samples.notes))
             derived["arm_wide"] = torch.zeros_like(derived["arm_wide"])  # its columns may be others now
         weights = torch.cat([batch.weight for batch in batches]).to(torch.float64)  # [U]
-        if self.settings.arms:
+        if self.settings.arms and self.settings.heads:  # without heads, the trunk explains arms too
             derived |= self._derived_arms(derived, batches, weights, total_events, refit=refit)
-            samples = Samples.of(batches, derived)
+        else:  # what was learned before this part was switched off must not stay
+            derived |= {name: value.to(shared["noise"].device) for name, value in self._no_arms().items()}
+        samples = Samples.of(batches, derived)
         heads = [self.head_samples(derived, batch) for batch in batches]
         users = Statistics.joined([head.statistics() for head in heads])
         prior, kinds, user_weights = self._updated_prior(
@@ -509,11 +515,11 @@ class PosteriorLearner(Learner):
         everyone = kinds.prior
         for _ in range(steps):
             everyone = with_tastes(everyone.em_step(users, weights))
-        kinds, guard = replace(kinds, prior=everyone), derived["guard"]
-        if self.settings.teaching:
-            seed = self.settings.seed
-            kinds = derive_kinds(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
-        if not (self.settings.teaching and enough_users(users) and kinds.any_excluded):
+        if not self.settings.teaching:
+            return everyone, Kinds.one(everyone), weights
+        kinds, guard, seed = replace(kinds, prior=everyone), derived["guard"], self.settings.seed
+        kinds = derive_kinds(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
+        if not (enough_users(users) and kinds.any_excluded):
             return everyone, kinds, weights
         # Where groups predict better, they already separate users, and all users keep their weight.
         user_weights = torch.where(guard < GROUPS_HELP, weights * kinds.weights_of(users), weights)  # [U]

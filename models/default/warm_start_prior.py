@@ -1,10 +1,10 @@
 """Warm starts as priors of users' heads: conversion between input bases, and their sufficient statistics.
 
 A warm start is `[raw coefficients…, trust]`. Raw coefficients apply to the unstandardised input x, so that they keep
-their meaning when the standardisation changes. If heads see all inputs the conversion is exact: a head is a polynomial
-c + lᵀz + zᵀQz, and z is affine in x. If heads see principal directions it is a projection: the linear part becomes a
-linear function of all inputs, and then the nearest one in the current directions; coefficients of products are kept,
-because directions rotate as little as possible.
+their meaning when the standardisation changes. If heads see inputs themselves the conversion is exact: a head is a
+polynomial c + lᵀz + zᵀQz, and z is affine in x. If heads see principal directions it is a projection: the linear part
+becomes a linear function of all inputs, and then the nearest one in the current directions; coefficients of products
+are kept, because directions rotate as little as possible.
 
 Trust t in [0, 1) is the share of the prior's variance that the warm start explains: the user's prior is N(m, (1 − t)Σ)
 around the started head m instead of N(μ, Σ). With ρ = 1 − t this equals N(μ, Σ) after the statistics
@@ -55,27 +55,30 @@ class WarmStartPrior:
         shift, linear = varying * mean / scale, varying * linear
         constant = heads[:, 0] - linear @ shift
         if self._exact_products:
-            squares = _symmetric(products, linear.shape[1])
+            end = self._inputs.head_inputs_count
+            squares = _symmetric(products, end)
             constant = constant - _traces(squares)  # heads see squares minus 1
-            squares = squares * varying * varying[:, None]
-            turned = squares @ shift  # [B, d]
-            constant, linear = constant + turned @ shift, linear - 2 * turned
-            products = _pairs(squares / scale / scale[:, None])
+            squares = squares * varying[:end] * varying[:end, None]
+            turned = squares @ shift[:end]  # [B, c]
+            constant = constant + turned @ shift[:end]
+            linear[:, :end] -= 2 * turned
+            products = _pairs(squares / scale[:end] / scale[:end, None])
         return _joined(constant, linear / scale, products, heads[:, -1 - FACTORS :])
 
     def heads(self, basis: Arrays, raw: Array) -> Array:
         """Raw coefficients [B, size − 1] as heads in a basis [B, D], float64."""
         mean, scale = double(basis["mean"]), double(basis["scale"])
         linear, products = self._split(raw)
-        constant = raw[:, 0] + linear @ mean
+        constant, end = raw[:, 0] + linear @ mean, self._inputs.head_inputs_count
+        linear, mean, scale = linear[:, :end], mean[:end], scale[:end]
         if self._exact_products:
-            squares = _symmetric(products, linear.shape[1])
+            squares = _symmetric(products, end)
             turned = squares @ mean
             constant, linear = constant + turned @ mean, linear + 2 * turned
             squares = squares * scale * scale[:, None]
             constant = constant + _traces(squares)
             products = _pairs(squares)
-        linear = (linear * scale)[:, : self._inputs.head_inputs_count]
+        linear = linear * scale
         if self._inputs.narrowed:
             directions = double(basis["directions"])
             # Least squares over the inputs' distribution, since principal directions are scaled to unit variance.

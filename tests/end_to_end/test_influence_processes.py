@@ -76,7 +76,7 @@ def some_user_has_no_influence(shown: dict[str, Any]) -> bool:
 @pytest.mark.slow
 def test_users_who_contradict_the_others_lose_influence(tmp_path: Path) -> None:
     with (
-        Deployment(tmp_path, {"METABAN_PARTITIONS": "2"}) as service,
+        Deployment(tmp_path, {"METABAN_PARTITIONS": "2", "METABAN_LEARNER": '{"teaching": true}'}) as service,
         httpx.Client(base_url=service.url, timeout=60) as client,
     ):
         assert client.get("/admin/transfer").json()["teaching"] is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from metaban.models.default.arms import FACTORS, LEAST_LOOK, MOST_LOOK, PLACES, UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import NO_GROUP
-from metaban.models.learner import Query, Scores, State, UserBatch
+from metaban.models.learner import NO_ARM_KEY, Query, Scores, State, UserBatch
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import PosteriorSettings, named_settings
 from tests.models.literal_default import (
     Array,
+    LiteralKnown,
     LiteralPosterior,
     LiteralSample,
     LiteralSettings,
@@ -30,16 +32,30 @@ from tests.models.worlds import rounded_to_float32
 WIDE: dict[str, Any] = {"head_inputs_max": 2, "head_directions": 2}
 #: Largest slate of a past request.
 OFFERED_MAX = 5
+#: Key of an arm that no user has been shown.
+NEW_ARM = 10**9
+
+
+def _nothing() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass
 class UserHistory:
-    """Samples of a user."""
+    """Samples of a user; unless said, of arms without ids, at the first place."""
 
     features: Tensor  # [s, d]
     rewards: Tensor  # [s]
     phi: Tensor  # [s, q]
     epochs: Tensor  # [s]
+    arm_keys: Tensor = field(default_factory=_nothing)  # [s]
+    places: Tensor = field(default_factory=_nothing)  # [s]
+
+    def __post_init__(self) -> None:
+        if not self.arm_keys.shape[0]:
+            self.arm_keys = torch.full(self.rewards.shape, NO_ARM_KEY)
+        if not self.places.shape[0]:
+            self.places = torch.zeros(self.rewards.shape, dtype=torch.int64)
 
 
 class QuietState(State):
@@ -58,6 +74,16 @@ class Scene:
     shared: State
     pool: list[UserHistory]
     requests: list[tuple[UserHistory, int, Tensor]]  # asking user, their row in the pool or −1, and arms [k, d]
+    arm_keys: list[Tensor] | None = None  # keys [k] of the arms of each request; None when they have no ids
+    arm_inputs: int | None = None  # the first inputs, which describe the arm alone; None: all
+
+    def learner(self, dtype: torch.dtype) -> PosteriorLearner:
+        """The fast learner."""
+        return PosteriorLearner(self.settings, self.inputs, dtype, arm_inputs=self.arm_inputs)
+
+    def keys_of(self, request: int) -> list[int] | None:
+        """Keys of the arms of one request."""
+        return None if self.arm_keys is None else self.arm_keys[request].tolist()
 
 
 def small(**changes: Any) -> PosteriorSettings:
@@ -75,13 +101,21 @@ def generator_of(seed: int) -> torch.Generator:
 
 def selected_samples(person: UserHistory, rows: Tensor) -> UserHistory:
     """These samples of a user, in this order."""
-    return UserHistory(person.features[rows], person.rewards[rows], person.phi[rows], person.epochs[rows])
+    return UserHistory(**{each.name: getattr(person, each.name)[rows] for each in fields(person)})
 
 
 def random_history(
-    learner: PosteriorLearner, samples: int, generator: torch.Generator, taste: Tensor | None = None
+    learner: PosteriorLearner,
+    samples: int,
+    generator: torch.Generator,
+    taste: Tensor | None = None,
+    *,
+    catalogue: int = 0,
 ) -> UserHistory:
-    """A user with this many samples, whose rewards follow a taste [d] if given."""
+    """A user with this many samples, whose rewards follow a taste [d] if given.
+
+    With a catalogue of so many arms most samples have an arm's id, and all have a place.
+    """
     features = rounded_to_float32(torch.randn(samples, learner.input_size, generator=generator, dtype=torch.float64))
     rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
     if taste is not None:
@@ -92,7 +126,33 @@ def random_history(
         count = torch.randint(1, OFFERED_MAX + 1, (samples, 1), generator=generator).to(torch.float64)
         others = torch.randn(features.shape, generator=generator, dtype=torch.float64) * (count - 1).sqrt()
         noted = torch.cat([noted, count, (features + others) / count], dim=1)
-    return UserHistory(features, rounded_to_float32(rewards), rounded_to_float32(noted), epochs)
+    history = UserHistory(features, rounded_to_float32(rewards), rounded_to_float32(noted), epochs)
+    if catalogue:
+        history.arm_keys = torch.randint(1 + catalogue, (samples,), generator=generator)
+        history.places = torch.randint(PLACES + 2, (samples,), generator=generator)
+    return history
+
+
+def with_known_arms(shared: State, generator: torch.Generator, catalogue: int) -> State:
+    """The same state with posteriors of every second arm of a catalogue, all places and all wide inputs."""
+    keys = torch.arange(1, 1 + catalogue, 2)
+    known, unused = keys.shape[0], 2
+
+    def random(*shape: int) -> Tensor:
+        return rounded_to_float32(torch.rand(*shape, generator=generator, dtype=torch.float64))
+
+    looks = rounded_to_float32(0.4 + random(PLACES))
+    looks[0] = 1
+    assert LEAST_LOOK < looks.min() < looks.max() < MOST_LOOK
+    return shared | {
+        "arm_keys": torch.cat([keys, torch.full((unused,), UNUSED_KEY)]),
+        "arm_effects": random(known + unused) - 0.5,
+        "arm_variances": 0.1 * random(known + unused),
+        "arm_factors": random(known + unused, FACTORS) - 0.5,
+        "arm_effect_spread": torch.tensor(0.07, dtype=torch.float64),
+        "arm_looks": looks,
+        "arm_wide": random(*shared["arm_wide"].shape) - 0.5,
+    }
 
 
 def users_of_related_slates(
@@ -125,10 +185,10 @@ def batch_of(people: list[UserHistory], dtype: torch.dtype = torch.float64, *, p
     counts = torch.tensor([person.rewards.shape[0] for person in people])
     longest = max(1, int(counts.max())) + padding
 
-    def padded(values: list[Tensor], filling: float) -> Tensor:
-        rows = torch.full((len(people), longest, *values[0].shape[1:]), filling, dtype=dtype)
+    def padded(values: list[Tensor], filling: float, kind: torch.dtype = dtype) -> Tensor:
+        rows = torch.full((len(people), longest, *values[0].shape[1:]), filling, dtype=kind)
         for row, value in zip(rows, values, strict=True):
-            row[: value.shape[0]] = value.to(dtype)
+            row[: value.shape[0]] = value.to(kind)
         return rows
 
     return UserBatch(
@@ -141,8 +201,8 @@ def batch_of(people: list[UserHistory], dtype: torch.dtype = torch.float64, *, p
         phi=padded([person.phi for person in people], 5.0),
         epochs=padded([person.epochs for person in people], 9).to(torch.int64),
         starts=torch.zeros(len(people), 0, dtype=torch.float64),
-        arm_keys=torch.zeros(len(people), longest, dtype=torch.int64),
-        places=torch.zeros(len(people), longest, dtype=torch.int64),
+        arm_keys=padded([person.arm_keys for person in people], 1, torch.int64),
+        places=padded([person.places for person in people], 3, torch.int64),
     )
 
 
@@ -156,10 +216,15 @@ def fitted(learner: PosteriorLearner, shared: State, people: list[UserHistory]) 
     return learner.fit(shared, batch_of(people, learner.dtype), initial_user)
 
 
-def kinds(learner: PosteriorLearner, users: int, samples: int, generator: torch.Generator) -> list[UserHistory]:
+def kinds(
+    learner: PosteriorLearner, users: int, samples: int, generator: torch.Generator, *, catalogue: int = 0
+) -> list[UserHistory]:
     """Users of two opposite tastes, alternating."""
     taste = torch.randn(learner.input_size, generator=generator, dtype=torch.float64)
-    return [random_history(learner, samples, generator, taste if user % 2 else -taste) for user in range(users)]
+    return [
+        random_history(learner, samples, generator, taste if user % 2 else -taste, catalogue=catalogue)
+        for user in range(users)
+    ]
 
 
 def grouped_epoch(learner: PosteriorLearner, teachers: list[UserHistory], **changes: float) -> State:
@@ -182,6 +247,8 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     d = draw(st.integers(3, 6) if wide else st.integers(1, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     narrowed = wide or draw(st.booleans())
+    # Up to two inputs of the arm are few enough for heads, whatever the context adds.
+    arm_inputs = d if wide else draw(st.integers(1, d))
     settings = small(
         alpha=draw(st.sampled_from([0.0, 0.3, 2.0])),
         nu=draw(st.sampled_from([0.1, 1.0, 5.0])),
@@ -193,6 +260,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         heads=draw(st.sampled_from([True, True, True, False])),
         groups=draw(st.booleans()),
         memory=draw(st.booleans()),
+        arms=draw(st.sampled_from([True, True, True, False])),
         apart=wide or draw(st.booleans()),
         memory_samples=draw(st.integers(1, 4)),
         memory_radius=draw(st.sampled_from([0.087, 1.0])),
@@ -200,30 +268,41 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         seed=draw(st.integers(0, 2**31 - 1)),
         **({"head_inputs_max": 2, "head_directions": draw(st.integers(1, 2))} if narrowed else {}),
     )
-    learner = PosteriorLearner(settings, d, torch.float64)
+    learner = PosteriorLearner(settings, d, torch.float64, arm_inputs=arm_inputs)
+    catalogue = draw(st.sampled_from([0, 1, 6]))  # none: arms have no ids
     if draw(st.sampled_from([True, True, False])):
         changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
         changes["trust"] = draw(st.sampled_from([0.0, 0.4, 1.0]))
         changes |= {"guard": draw(st.sampled_from([0.0, 0.3, 1.0]))} if settings.groups else {}
-        shared = grouped_epoch(learner, kinds(learner, draw(st.integers(1, 9)), 6, generator), **changes)
+        teachers = kinds(learner, draw(st.integers(1, 9)), 6, generator, catalogue=catalogue)
+        shared = grouped_epoch(learner, teachers, **changes)
     else:
         shared = learner.initial_shared()
     shared = with_common_part(learner, shared, generator)
-    both = as_stored_by(PosteriorLearner(settings, d), shared)  # exact in both dtypes
-    shared = QuietState({name: value.to(torch.float64) for name, value in both.items()})
-    pool = [random_history(learner, draw(st.integers(0, 7)), generator) for _ in range(draw(st.integers(0, 5)))]
+    if settings.arms and draw(st.booleans()):
+        shared = with_known_arms(shared, generator, catalogue)
+    both = as_stored_by(PosteriorLearner(settings, d, arm_inputs=arm_inputs), shared)  # exact in both dtypes
+    shared = QuietState(
+        {name: value.to(torch.float64) if value.is_floating_point() else value for name, value in both.items()}
+    )
+    pool = [
+        random_history(learner, draw(st.integers(0, 7)), generator, catalogue=catalogue)
+        for _ in range(draw(st.integers(0, 5)))
+    ]
     outsider, stranger = (
-        random_history(learner, draw(st.integers(1, 7)), generator),
+        random_history(learner, draw(st.integers(1, 7)), generator, catalogue=catalogue),
         random_history(learner, 0, generator),
     )
     askers = [*((person, row) for row, person in enumerate(pool)), (outsider, -1), (stranger, -1)]
-    requests = []
+    requests, arm_keys = [], []
     for asker, row in draw(st.lists(st.sampled_from(askers), min_size=1, max_size=3)):
         arms = rounded_to_float32(torch.randn(draw(st.integers(1, 4)), d, generator=generator, dtype=torch.float64))
         if asker.features.shape[0] and draw(st.booleans()):
             arms[0] = asker.features[-1]  # an arm in the memory
         requests.append((asker, row, arms))
-    return Scene(settings, d, shared, pool, requests)
+        numbers = st.sampled_from([*range(1 + catalogue), NEW_ARM])
+        arm_keys.append(torch.tensor(draw(st.lists(numbers, min_size=len(arms), max_size=len(arms)))))
+    return Scene(settings, d, shared, pool, requests, arm_keys if catalogue else None, arm_inputs)
 
 
 def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
@@ -241,12 +320,13 @@ def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
         own={name: torch.stack([state[name] for state in states]) for name in initial_user},
         own_row=torch.tensor([row for _, row, _ in scene.requests]),
         own_events=torch.tensor([asker.rewards.shape[0] for asker, _, _ in scene.requests]),
+        arm_keys=None if scene.arm_keys is None else torch.cat(scene.arm_keys),
     )
 
 
 def fast_scores(scene: Scene, dtype: torch.dtype = torch.float64) -> Scores:
     """Scores of the fast learner."""
-    learner = PosteriorLearner(scene.settings, scene.inputs, dtype)
+    learner = scene.learner(dtype)
     shared = as_stored_by(learner, scene.shared)
     return learner.score(shared, fitted(learner, shared, scene.pool), query_of(scene, learner, shared))
 
@@ -257,12 +337,25 @@ def samples_of(person: UserHistory) -> list[LiteralSample]:
     The notes start with the trunk's prediction and, for wide inputs, end with the slate.
     """
     rows = zip(
-        person.features.numpy(), person.phi.tolist(), person.rewards.tolist(), person.epochs.tolist(), strict=True
+        person.features.numpy(),
+        person.phi.tolist(),
+        person.rewards.tolist(),
+        person.epochs.tolist(),
+        person.arm_keys.tolist(),
+        person.places.tolist(),
+        strict=True,
     )
     return [
-        LiteralSample(LiteralShown(raw, noted[-(1 + raw.shape[0]) :]), noted[0], reward, epoch)
-        for raw, noted, reward, epoch in rows
+        LiteralSample(LiteralShown(raw, noted[-(1 + raw.shape[0]) :], key), noted[0], reward, epoch, place)
+        for raw, noted, reward, epoch, key, place in rows
     ]
+
+
+def arms_of(shared: State) -> dict[int, LiteralKnown]:
+    """The arms of an epoch, by key."""
+    columns = (shared[f"arm_{name}"].tolist() for name in ("keys", "effects", "variances", "factors"))
+    rows = zip(*columns, strict=True)
+    return {key: LiteralKnown(effect, variance, q) for key, effect, variance, q in rows if key != UNUSED_KEY}
 
 
 def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]:
@@ -273,11 +366,15 @@ def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]
     return centres, np.exp(offset + 0.5 * (centres * pull).sum(-1))
 
 
-def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> LiteralPosterior:
+def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     """The literal learner with the same shared numbers."""
+    settings, inputs = learner.settings, learner.input_size
+    head_inputs = inputs if inputs <= settings.head_inputs_max else learner.arm_inputs
+    # Where a context makes inputs too many for heads, there is no trunk.
+    trunk = settings.trunk and (inputs <= settings.head_inputs_max or head_inputs > settings.head_inputs_max)
     numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
-    embedded = settings.embed * (numbers["prior_mean"].shape[0] - 1)
+    embedded = settings.embed * trunk * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
     widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
     members: list[list[tuple[Array, Array]]] = [[] for _ in range(settings.members)]
     flat = iter(numbers["trunk"])
@@ -287,12 +384,14 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             layers.append((weight, np.array([next(flat) for _ in range(rows)])))
     assert not list(flat)
     centres, evidence_weights = groups_of(settings, shared)
+    read = LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)})
     return LiteralPosterior(
-        LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)}),
+        replace(read, trunk=trunk),
         LiteralShared(
             mean=numbers["mean"],
             scale=numbers["scale"],
             edges=numbers.get("edges"),
+            head_inputs=head_inputs,
             directions=numbers.get("directions"),
             common_ratio=numbers.get("common_ratio"),
             common_centre=numbers.get("common_centre"),
@@ -310,6 +409,12 @@ def literal_of(settings: PosteriorSettings, inputs: int, shared: State) -> Liter
             gain=float(numbers["gain"]),
             reach=float(numbers["reach"]),
             since=float(numbers["since"]),
+            arms=arms_of(shared),
+            unknown=LiteralKnown(0.0, float(numbers["arm_effect_spread"]), [0.0] * FACTORS),
+            looks=numbers["arm_looks"].tolist(),
+            wide=dict(zip(shared["wide_columns"].tolist(), numbers["arm_wide"].tolist(), strict=True))
+            if "wide_columns" in shared
+            else {},
         ),
     )
 

@@ -2,7 +2,10 @@
 
 One user, one arm, one sample at a time, in float64 numpy, and nothing imported from `models`. Where the fast code keeps
 sums A = Σ hhᵀ and b = Σ hr and inverts precisions, this keeps the samples and conditions the joint normal distribution
-of coefficients and rewards; where it compares evidence up to a constant, this computes the density of all rewards.
+of coefficients and rewards; where it compares evidence up to a constant, this computes the density of all rewards;
+where it searches arms in a sorted table, this has a dictionary.
+
+A reward at place k is e_k·(wᵀh + b_i + βᵀz) + noise; divided by e_k, it is one at the first place with noise σ²/e_k².
 """
 
 from __future__ import annotations
@@ -20,13 +23,23 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class LiteralKnown:
+    """What is known of an arm: b with its variance, and q."""
+
+    effect: float
+    variance: float
+    factors: list[float]
+
+
+@dataclass(frozen=True)
 class LiteralShared:
     """State shared by all users."""
 
     mean: Array  # [d]
     scale: Array  # [d]
     edges: Array | None  # [d, bins + 1]
-    directions: Array | None  # [d, c]
+    head_inputs: int  # the first numbers of an input that heads are about
+    directions: Array | None  # [head inputs, c]
     common_ratio: Array | None  # τ²/σ² [d], where the common part of a slate is removed
     common_centre: Array | None  # m [d]
     trunk: list[list[tuple[Array, Array]]]  # weights [rows, columns] and biases [rows] of each layer of each member
@@ -43,6 +56,10 @@ class LiteralShared:
     gain: float  # g
     reach: float
     since: float  # epoch of the last change of tastes
+    arms: dict[int, LiteralKnown]  # by key
+    unknown: LiteralKnown  # an arm with an id that is not among them
+    looks: list[float]  # e_k, the last for all later places
+    wide: dict[int, float]  # β by column
 
 
 @dataclass(frozen=True)
@@ -59,24 +76,27 @@ class LiteralSettings:
     heads: bool
     groups: bool
     memory: bool
+    arms: bool
 
 
 @dataclass(frozen=True)
 class LiteralShown:
-    """An arm's inputs and its slate: number of arms, then their mean."""
+    """An arm's inputs, its slate (number of arms, then their mean) and its key, 0 without an id."""
 
     raw: Array  # [d]
     offer: list[float]  # 1 + d numbers, read only where common parts are removed
+    key: int = 0
 
 
 @dataclass(frozen=True)
 class LiteralSample:
-    """A reward, its arm, the trunk's prediction noted at the decision, and the epoch of the decision."""
+    """A reward, its arm, the trunk's prediction noted at the decision, the epoch of the decision, and the place."""
 
     arm: LiteralShown
     noted: float
     reward: float
     epoch: int
+    place: int = 0
 
 
 @dataclass
@@ -90,10 +110,11 @@ class LiteralArm:
     distances: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
-def shown(arms: Sequence[Array]) -> list[LiteralShown]:
-    """The arms of one request."""
+def shown(arms: Sequence[Array], keys: Sequence[int] | None = None) -> list[LiteralShown]:
+    """The arms of one request, with their keys if they have ids."""
     means = [sum(float(arm[column]) for arm in arms) / len(arms) for column in range(len(arms[0]))]
-    return [LiteralShown(arm, [float(len(arms)), *means]) for arm in arms]
+    offer = [float(len(arms)), *means]
+    return [LiteralShown(arm, offer, key) for arm, key in zip(arms, keys or [0] * len(arms), strict=True)]
 
 
 def literal_ratio(arms: Array, offers: Array, weights: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -142,12 +163,12 @@ class LiteralPosterior:
         return np.array([min(max(value, -10.0), 10.0) for value in z])
 
     def embedding(self, head: Array) -> list[float]:
-        """Embedding of the asking user: the coefficients of [1, x] in prior deviations from the prior mean, clipped at
-        4."""
-        if not self.settings.embed:
+        """Embedding of the asking user, which the trunk sees: the coefficients of [1, x, products] in prior deviations
+        from the prior mean, clipped at 4."""
+        if not self.settings.embed or not self.settings.trunk:
             return []
         shared, found = self.shared, []
-        for place in range(len(head) - 1):
+        for place in range(len(head) - 1 - len(shared.unknown.factors)):
             away = (head[place] - shared.prior_mean[place]) / math.sqrt(shared.prior_covariance[place, place])
             found.append(min(max(away, -4.0), 4.0))
         return found
@@ -172,23 +193,45 @@ class LiteralPosterior:
 
     def inputs(self, arm: LiteralShown) -> Array:
         """The part of h that comes from the arm alone."""
-        z = self.standardized(arm)
+        z = self.standardized(arm)[: self.shared.head_inputs]
         return z if self.shared.directions is None else self.shared.directions.T @ z
 
     def h(self, arm: LiteralShown, predicted: float) -> Array:
-        """[1, x, products of pairs of x where there is room for them, p]."""
-        x = self.inputs(arm)
+        """[1, x, products of pairs of x where there is room for them, p, q]."""
+        x, factors = self.inputs(arm), self.known(arm).factors
         products = []
-        if len(self.shared.prior_mean) > len(x) + 2:
+        if len(self.shared.prior_mean) > len(x) + 2 + len(factors):
             for i in range(len(x)):
                 products += [x[i] * x[j] - (1.0 if i == j else 0.0) for j in range(i, len(x))]
-        return np.array([1.0, *x, *products, predicted])
+        return np.array([1.0, *x, *products, predicted, *factors])
+
+    # -- arms
+
+    def known(self, arm: LiteralShown) -> LiteralKnown:
+        """The arm's posterior, the prior if it is unknown; an arm without an id has no effect of its own."""
+        if not arm.key:
+            return LiteralKnown(0.0, 0.0, [0.0] * len(self.shared.unknown.factors))
+        return self.shared.arms.get(arm.key, self.shared.unknown)
+
+    def effect(self, arm: LiteralShown) -> float:
+        """b_i + βᵀz: the same for all users."""
+        z = self.standardized(arm)
+        return self.known(arm).effect + sum(weight * z[column] for column, weight in self.shared.wide.items())
+
+    def look(self, sample: LiteralSample) -> float:
+        """e_k of the sample's place."""
+        return self.shared.looks[min(sample.place, len(self.shared.looks) - 1)]
+
+    def target(self, sample: LiteralSample) -> float:
+        """The reward as it would be at the first place, without the arm's effect: wᵀh + noise."""
+        return sample.reward / self.look(sample) - self.effect(sample.arm)
 
     # -- users
 
     def weight(self, sample: LiteralSample) -> float:
-        """Weight of a sample: one from before the last change of tastes has 20 times the noise variance."""
-        return 1.0 if sample.epoch >= self.shared.since else 0.05
+        """Weight of a sample: one from before the last change of tastes has 20 times the noise variance, and one at
+        place k 1/e_k² times."""
+        return self.look(sample) ** 2 * (1.0 if sample.epoch >= self.shared.since else 0.05)
 
     def noises(self, samples: Sequence[LiteralSample]) -> Array:
         """The covariance of the samples' noise [S, S]."""
@@ -199,7 +242,7 @@ class LiteralPosterior:
         if not samples:
             return mean, covariance
         rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])  # [S, D]
-        rewards = np.array([sample.reward for sample in samples])
+        rewards = np.array([self.target(sample) for sample in samples])
         among = rows @ covariance @ rows.T + self.noises(samples)
         across = covariance @ rows.T
         kalman = across @ np.linalg.inv(among)
@@ -215,7 +258,7 @@ class LiteralPosterior:
                 rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])
                 covariance = rows @ within @ rows.T + self.noises(samples)
                 log += float(
-                    multivariate_normal.logpdf([sample.reward for sample in samples], rows @ centre, covariance)
+                    multivariate_normal.logpdf([self.target(sample) for sample in samples], rows @ centre, covariance)
                 )
             logs.append(log)
         weights = [math.exp(log - max(logs)) for log in logs]
@@ -238,7 +281,7 @@ class LiteralPosterior:
         exceeded = counted = 0.0
         for sample in samples:
             exceeded += self.weight(sample) * (
-                sample.reward - float(self.h(sample.arm, sample.noted) @ self.shared.plain)
+                self.target(sample) - float(self.h(sample.arm, sample.noted) @ self.shared.plain)
             )
             counted += self.weight(sample)
         head = self.shared.plain.copy()
@@ -262,7 +305,7 @@ class LiteralPosterior:
         for sample in samples:
             h = self.h(sample.arm, sample.noted)
             gram += self.weight(sample) * np.outer(h, h)
-            moment += self.weight(sample) * h * sample.reward
+            moment += self.weight(sample) * h * self.target(sample)
         return gram, moment
 
     def kept(self, samples: Sequence[LiteralSample]) -> Sequence[LiteralSample]:
@@ -302,6 +345,10 @@ class LiteralPosterior:
         for row, other in enumerate(pool):
             if row != own_row:
                 found.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
+        if settings.arms:
+            effect = self.effect(arm)
+            plain, alone, together, found.mean = plain + effect, alone + effect, together + effect, mean + effect
+            variance += self.known(arm).variance
         if settings.memory:
             correction, left = self.remembered(arm, own)
             found.mean += correction
@@ -318,6 +365,6 @@ class LiteralPosterior:
         for sample in self.kept(own):
             apart = math.sqrt(float(np.mean((x - self.inputs(sample.arm)) ** 2)))
             similarity = self.weight(sample) * math.exp(-0.5 * (apart / self.settings.memory_radius) ** 2)
-            told += similarity * (sample.reward - float(self.h(sample.arm, sample.noted) @ head))
+            told += similarity * (self.target(sample) - float(self.h(sample.arm, sample.noted) @ head))
             seen += similarity
         return gain * told / (1 + gain * seen), gain * self.shared.noise / (1 + gain * seen)

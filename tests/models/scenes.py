@@ -52,6 +52,7 @@ def query_in_numpy(query: Query, own: Mapping[str, Any]) -> Query:
         own=own,
         own_row=query.own_row.numpy(),
         own_events=query.own_events.numpy(),
+        arm_keys=None if query.arm_keys is None else query.arm_keys.numpy(),
     )
 
 

@@ -72,10 +72,11 @@ def each_alone(learner: Learner, shared: Any, pool: Arrays, query: Query) -> lis
     """The requests of a query one by one."""
     found, end = [], 0
     for place, size in enumerate(query.slates.sizes):
-        arms, end = query.arms[end : end + size], end + size
+        part, end = slice(end, end + size), end + size
         alone = replace(
             query,
-            arms=arms,
+            arms=query.arms[part],
+            arm_keys=None if query.arm_keys is None else query.arm_keys[part],
             slates=Slates([size]),
             own={name: value[place : place + 1] for name, value in query.own.items()},
             own_row=query.own_row[place : place + 1],
@@ -86,7 +87,7 @@ def each_alone(learner: Learner, shared: Any, pool: Arrays, query: Query) -> lis
 
 
 def requests_of(scene: Scene) -> list[ExplainedRequest]:
-    learner = PosteriorLearner(scene.settings, scene.inputs, torch.float64)
+    learner = scene.learner(torch.float64)
     pool = fitted(learner, scene.shared, scene.pool)
     return each_alone(learner, scene.shared, pool, query_of(scene, learner, scene.shared))
 

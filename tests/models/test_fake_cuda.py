@@ -156,14 +156,15 @@ def fitted(learner: Learner, shared: State, users: int) -> State:
     return bank.view()
 
 
-def query(own: State) -> Query:
-    """Three requests of different sizes, on the GPU."""
+def query(own: State, *, ids: bool = True) -> Query:
+    """Three requests of different sizes, on the GPU; arms have ids or not."""
     return Query(
         arms=torch.zeros(sum(ARMS), INPUTS, device=CUDA),
         slates=Slates(ARMS),
         own=own,
         own_row=torch.tensor([0, -1, 4], device=CUDA),
         own_events=torch.tensor([1, 0, 4], device=CUDA),
+        arm_keys=torch.zeros(sum(ARMS), dtype=torch.int64, device=CUDA) if ids else None,
     )
 
 
@@ -186,6 +187,8 @@ SLOW_VARIANTS = [
     settings("default", head_inputs_max=3, head_directions=2, apart=False),
     settings("default", head_inputs_max=3, head_directions=2, heads=False),
     settings("default", trunk=False, groups=False, memory=False),
+    settings("default", arms=False),
+    settings("default", teaching=True),
     settings("default", embed=False),
     settings("default", heads=False),
 ]
@@ -203,13 +206,23 @@ def named(chosen: LearnerSettings) -> str:
 
 @pytest.mark.parametrize("chosen", VARIANTS, ids=named)
 def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings) -> None:
-    learner = build_learner(chosen, INPUTS)
-    shared = moved(learner.initial_shared())
+    check_training_and_scoring(build_learner(chosen, INPUTS))
+
+
+@pytest.mark.parametrize("arm_inputs", [2, 4])
+def test_wide_inputs_of_arm_and_context_stay_on_the_gpu(arm_inputs: int) -> None:
+    """Heads see the arm alone, or its principal directions; all users share the other coefficients."""
+    chosen = settings("default", head_inputs_max=3, head_directions=2)
+    check_training_and_scoring(build_learner(chosen, INPUTS, arm_inputs=arm_inputs))
+
+
+def check_training_and_scoring(learner: Learner) -> None:
+    chosen, shared = learner.settings, moved(learner.initial_shared())
     teachers = [
         batch(3, SAMPLES, learner.noted, learner.start_size),
         batch(2, SAMPLES + 1, learner.noted, learner.start_size),
     ]
-    # Epochs that change inputs, of which the second finds groups and the last kinds, and one that does not.
+    # Epochs that change inputs, of which the second finds groups and the last kinds and factors, and one that does not.
     for epoch_events, events in ((0, 32), (250, 256), (256, 400), (1_000, 1_024)):
         refit = events != 400 and getattr(chosen, "standardize", True)
         assert learner.refit_due(epoch_events, events) == refit
@@ -223,13 +236,14 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings) -> None:
 
 def scoring_stays_on_the_gpu(learner: Learner, shared: State, pool: State, own: State) -> None:
     """Scores of three requests, without draws and with, against a pool of users."""
-    scores = learner.score(shared, pool, query(own))
-    on_gpu(scores.mean, scores.bonus, scores.group_size, scores.phi)
-    assert scores.phi.shape == (sum(ARMS), learner.noted)
-    assert scores.mean.shape == scores.bonus.shape == scores.group_size.shape == (sum(ARMS),)
-    assert scores.mean.dtype == scores.bonus.dtype == learner.dtype
-    assert scores.group_size.dtype == torch.int64
-    assert scores.draws is None
+    for ids in (True, False):
+        scores = learner.score(shared, pool, query(own, ids=ids))
+        on_gpu(scores.mean, scores.bonus, scores.group_size, scores.phi)
+        assert scores.phi.shape == (sum(ARMS), learner.noted)
+        assert scores.mean.shape == scores.bonus.shape == scores.group_size.shape == (sum(ARMS),)
+        assert scores.mean.dtype == scores.bonus.dtype == learner.dtype
+        assert scores.group_size.dtype == torch.int64
+        assert scores.draws is None
     drawn = learner.score(shared, pool, replace(query(own), draws=Draws(6, [1, 2, 3])))
     assert drawn.draws is not None
     on_gpu(drawn.sigma, drawn.draws)
@@ -249,6 +263,7 @@ def test_explaining_stays_on_the_gpu(chosen: LearnerSettings) -> None:
         own=learner.prepare_users(outline, own),
         own_row=torch.tensor([0], device=CUDA),
         own_events=torch.tensor([1], device=CUDA),
+        arm_keys=torch.zeros(4, dtype=torch.int64, device=CUDA),
     )
     pool, rows = fitted(learner, shared, USERS), torch.tensor([2, 0], device=CUDA)
     agreement = learner.agreement(outline, pool, asked, rows)

@@ -120,19 +120,29 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"members": 3}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9},
         {"head_inputs_max": 40}, {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0},
-        {"apart": False},
+        {"apart": False}, {"trunk": False},
     ]  # fmt: skip
     for change in changes:
         assert named_settings("default", **change).structure() != settings.structure()
     assert {name for change in changes for name in change} | {"preset", "state_format"} == set(settings.structure())
 
 
+#: Inputs, and how many of them describe the arm.
+WIDTHS = ((6, 4), (60, 60), (60, 6))
+
+
 def test_shapes_depend_on_the_structure_alone() -> None:
     """Settings outside the structure may change under stored users, so tensor shapes must not depend on them."""
 
-    def shapes(settings: PosteriorSettings) -> dict[str, tuple[int, ...]]:
-        learner = PosteriorLearner(settings, 60)
-        return learner.fields | {name: tuple(value.shape) for name, value in learner.initial_shared().items()}
+    def shapes(settings: PosteriorSettings) -> list[dict[str, tuple[int, ...]]]:
+        # Few inputs, many of the arm, and many because of a context.
+        learners = [PosteriorLearner(settings, inputs, arm_inputs=of_arm) for inputs, of_arm in WIDTHS]
+        return [
+            learner.fields
+            | {name: tuple(value.shape) for name, value in learner.initial_shared().items()}
+            | {"notes": (learner.noted,), "start": (learner.start_size,)}
+            for learner in learners
+        ]
 
     settings = PosteriorSettings()
     for field in fields(PosteriorSettings):

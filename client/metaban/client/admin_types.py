@@ -505,7 +505,8 @@ class Teaching:
 @final
 @dataclass(frozen=True, slots=True)
 class TransferOverview:
-    """The transfer jobs of the last day, newest first; `teaching` is None until there are several clusters."""
+    """The transfer jobs of the last day, newest first; `teaching` is None unless the learner setting of that name is on
+    and there are several clusters."""
 
     jobs: tuple[TransferJob, ...]
     teaching: Teaching | None

@@ -231,8 +231,8 @@ class TransferOut(BaseModel):
 
     jobs: list[JobSummaryOut] = Field(description="At most 32, newest first.")
     teaching: TeachingOut | None = Field(
-        description="Weights of clusters in the epoch that this process serves; null before users are clustered, and "
-        "for learners without clusters."
+        description="Weights of clusters in the epoch that this process serves; null unless the learner setting "
+        "`teaching` is on, before users are clustered, and for learners without clusters."
     )
 
 

@@ -33,7 +33,7 @@ def samples(
     )
     when = np.zeros(len(mean), dtype=np.int64) if epochs is None else epochs
     count = torch.ones(len(mean), dtype=torch.float64)
-    return Samples(torch.zeros(len(mean), 1), torch.from_numpy(rewards), notes, torch.from_numpy(when), count)
+    return Samples(torch.zeros(len(mean), 1), torch.from_numpy(rewards), notes, torch.from_numpy(when), count, count)
 
 
 def reliability(given: Samples, since: torch.Tensor = NOW) -> ReliabilityTable | None:
@@ -63,6 +63,12 @@ class TestReliability:
         assert found.ece == pytest.approx(sum(n * gap for n, gap in zip(counts, gaps, strict=True)) / 700)
         assert found.mce == pytest.approx(max(gap for n, gap in zip(counts, gaps, strict=True) if n >= 50))
         assert found.coverage == pytest.approx(expected[:, 3].sum() / 700)
+
+    def test_a_prediction_is_compared_with_the_reward_at_its_place(self) -> None:
+        """A mean of 0.8 promises a reward of 0.4 at a place that half of the users look at."""
+        given = samples(np.full(10, 0.8), np.full(10, 1.0))  # rewards of 0.5, as they would be at the first place
+        found = residual_terms(replace(given, looks=torch.full((10,), 0.5, dtype=torch.float64)))
+        assert found.table[4].tolist() == pytest.approx([10, 4, 5, 10])
 
     def test_calibrated_predictions_have_a_smaller_error(self) -> None:
         random = np.random.default_rng(2)

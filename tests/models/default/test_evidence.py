@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from metaban.models.default.arms import PLACES
 from metaban.models.default.evidence import (
     DRIFT_SAMPLES,
     EMBEDDED,
@@ -13,9 +17,13 @@ from metaban.models.default.evidence import (
     TOGETHER,
     Samples,
     drift_detected,
+    first_place_rewards,
+    group_guard,
+    measured_trust,
     sample_weights,
 )
-from metaban.models.learner import UserBatch
+from metaban.models.learner import State, UserBatch
+from tests.models.worlds import assert_close
 
 
 def batch_of(counts: list[int], epochs: list[list[int]]) -> UserBatch:
@@ -45,14 +53,21 @@ def since_of(epoch: float) -> Tensor:
     return torch.tensor(epoch, dtype=torch.float64)
 
 
+def shared_of(epoch: float, looks: list[float] | None = None) -> State:
+    """A state of which samples are weighted: the last change of tastes, and e_k of the first places (all 1)."""
+    seen = torch.ones(PLACES, dtype=torch.float64)
+    seen[: len(looks or [])] = torch.tensor(looks or [], dtype=torch.float64)
+    return {"since": since_of(epoch), "arm_looks": seen}
+
+
 def test_padding_has_no_weight_and_samples_before_a_change_little() -> None:
-    assert sample_weights(TWO[0], since_of(0)).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert sample_weights(TWO[0], shared_of(0)).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     expected = torch.tensor([[STALE_WEIGHT, 1, 0, 0], [STALE_WEIGHT, STALE_WEIGHT, 1, 1]], dtype=torch.float64)
-    torch.testing.assert_close(sample_weights(TWO[0], since_of(3)), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(sample_weights(TWO[0], shared_of(3)), expected, rtol=1e-7, atol=0)
 
 
 def test_samples_of_all_batches_stay_together() -> None:
-    samples = Samples.of(TWO, since_of(3))
+    samples = Samples.of(TWO, shared_of(3))
     real = samples.weights > 0
     assert int(real.sum()) == 7
     assert samples.features[real].flatten().tolist() == [0, 1, 4, 5, 6, 7, 0]
@@ -61,10 +76,38 @@ def test_samples_of_all_batches_stay_together() -> None:
     assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
 
 
+def test_a_reward_is_that_of_the_first_place_and_counts_by_how_often_its_place_is_looked_at() -> None:
+    """r/e_k, which has 1/e_k² times the noise variance; places after the last e_k have that one."""
+    looks = [1.0, 0.5, *[0.8] * (PLACES - 3), 0.25]
+    places = torch.tensor([[1, 0, 0, 0], [2, PLACES - 1, PLACES, 10 * PLACES]])
+    batch = replace(TWO[0], places=places)
+    each = torch.tensor([[0.5, 1, 1, 1], [0.8, 0.25, 0.25, 0.25]], dtype=torch.float64)
+    shared = shared_of(3, looks)
+    assert torch.equal(first_place_rewards(batch, shared), batch.rewards / each)
+    assert_close(sample_weights(batch, shared), sample_weights(batch, shared_of(3)) * each**2, 1e-12)
+    samples = Samples.of([batch, TWO[1]], shared)
+    assert samples.looks.tolist() == [*each.flatten().tolist(), 1, 1]
+    assert torch.equal(samples.rewards[:8], first_place_rewards(batch, shared).flatten())
+    assert torch.equal(samples.weights[:8], sample_weights(batch, shared).flatten())
+
+
+@pytest.mark.parametrize("judged", [group_guard, measured_trust])
+def test_predictions_are_judged_at_the_first_place(judged: Callable[..., Tensor]) -> None:
+    """A reward r at a place of half the looks judges like a reward 2r at the first that counts a quarter."""
+    batch = batch_of([4], [[0, 0, 0, 0]])
+    seldom = replace(batch, places=torch.ones(1, 4, dtype=torch.int64), rewards=batch.rewards / 2)
+    noise, errors = since_of(0.5), torch.tensor([0.0, 0.4, 0.3, 0.1], dtype=torch.float64)
+    batch, seldom = (replace(each, phi=batch.rewards.unsqueeze(-1) + errors) for each in (batch, seldom))
+    usual = judged([batch], noise, shared_of(0))
+    assert 0.5 < usual < 1
+    assert_close(judged([seldom], noise / 4, shared_of(0, [1.0, 0.5])), usual, 1e-12)
+
+
 def test_information_of_rewards_in_coin_tosses() -> None:
     def telling(*rewards: float, each: float = 1.0) -> float:
         earned, nothing = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), 0)
-        return float(Samples(nothing, earned, nothing, earned, torch.full_like(earned, each)).information())
+        weights, looks = torch.full_like(earned, each), torch.ones_like(earned)
+        return float(Samples(nothing, earned, nothing, earned, weights, looks).information())
 
     assert telling(0, 1, 1, 0, 0, 1) == pytest.approx(1)
     assert telling(*[0.0, 1.0] * 50, each=STALE_WEIGHT) == pytest.approx(1)
@@ -74,13 +117,13 @@ def test_information_of_rewards_in_coin_tosses() -> None:
     assert telling(0.50, 0.51, 0.50, 0.51) == pytest.approx(1)
     spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert telling(*spread.tolist()) == pytest.approx(2 / torch.pi, rel=0.01)
-    padded = Samples.of(TWO, since_of(0))
+    padded = Samples.of(TWO, shared_of(0))
     assert float(padded.information()) == pytest.approx(telling(*padded.rewards[padded.weights > 0].tolist()))
 
 
 @pytest.mark.parametrize("since", [0, 3, 100])
 def test_rows_are_drawn_in_proportion_to_their_weight(since: int) -> None:
-    samples = Samples.of(TWO, since_of(since))
+    samples = Samples.of(TWO, shared_of(since))
     shares = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     drawn = samples.rows_at(shares).bincount(minlength=10) / 10_000
     torch.testing.assert_close(drawn.double(), samples.weights / samples.weights.sum(), rtol=0, atol=2e-4)
@@ -88,9 +131,9 @@ def test_rows_are_drawn_in_proportion_to_their_weight(since: int) -> None:
 
 def test_padding_is_never_drawn() -> None:
     """Not even at the ends, where rounding could select it, nor when padding comes first."""
-    samples = Samples.of([batch_of([0, 1], [[0, 0], [0, 0]])], since_of(0))
+    samples = Samples.of([batch_of([0, 1], [[0, 0], [0, 0]])], shared_of(0))
     assert samples.rows_at(torch.zeros(1, dtype=torch.float64)).tolist() == [2]
-    samples = Samples.of(TWO, since_of(3))
+    samples = Samples.of(TWO, shared_of(3))
     shares = torch.tensor([0.0, 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
     assert (samples.weights[samples.rows_at(shares)] > 0).all()
     assert samples.rows_at(shares)[0] == 0
@@ -98,7 +141,7 @@ def test_padding_is_never_drawn() -> None:
 
 
 def test_spread_rows_are_evenly_spaced() -> None:
-    samples = Samples.of([batch_of([100], [[0] * 120])], since_of(0))
+    samples = Samples.of([batch_of([100], [[0] * 120])], shared_of(0))
     rows = samples.evenly_spread(20)
     assert rows.tolist() == list(range(2, 100, 5))
     assert samples.evenly_spread(10_000).unique().tolist() == list(range(100))
@@ -112,7 +155,8 @@ def samples_with_shortfall(*parts: tuple[int, int, float]) -> Samples:
     rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
     notes = torch.zeros(epochs.shape[0], EMBEDDED, dtype=torch.float64)
     notes[:, TOGETHER] = 0.5 + short
-    return Samples(torch.zeros(epochs.shape[0], 1), rewards, notes, epochs, torch.ones(epochs.shape[0]))
+    nothing, ones = torch.zeros(epochs.shape[0], 1), torch.ones(epochs.shape[0])
+    return Samples(nothing, rewards, notes, epochs, ones, ones)
 
 
 MANY = 4 * DRIFT_SAMPLES

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
+from metaban.models.default.arms import PLACES
 from metaban.models.default.evidence import Samples
 from metaban.models.default.influence import (
     FIRST_LEAN,
@@ -127,7 +128,8 @@ class TestWeights:
 
     def test_samples_of_users_without_influence_are_not_replayed(self) -> None:
         batches = [past_of(torch.rand(size, 2), torch.rand(size), 6) for size in (3, 2)]
-        samples = Samples.of(batches, torch.tensor(0.0)).weighted_by_user(batches, torch.tensor([0.0, 0.5]))
+        shared = {"since": torch.tensor(0.0), "arm_looks": torch.ones(PLACES)}
+        samples = Samples.of(batches, shared).weighted_by_user(batches, torch.tensor([0.0, 0.5]))
         assert samples.weights.tolist() == [0, 0, 0, 0.5, 0.5]
 
 
@@ -316,11 +318,12 @@ def opposed_population(contrary: int) -> UserBatch:
 
 class TestLearner:
     def test_users_without_influence_do_not_change_shared_state(self) -> None:
-        """Unless groups separate the users, or the setting is off: then the epoch is as without influence weights."""
+        """Unless groups separate the users, or the setting is off (the default): then the epoch is as without influence
+        weights."""
         batch = opposed_population(36)
 
-        def prior_of(guard: float, *, since: int = 1_000, **changes: bool) -> Tensor:
-            learner = PosteriorLearner(small(groups=False, trunk=False, memory=False, **changes), 2)
+        def prior_of(guard: float, *, since: int = 1_000, teaching: bool = True) -> Tensor:
+            learner = PosteriorLearner(small(groups=False, trunk=False, memory=False, teaching=teaching), 2)
             shared = learner.initial_shared() | {"guard": torch.tensor(guard, dtype=torch.float64)}
             derived = learner.derive(shared, [batch], since, 120 * 16)
             assert all(bool(tensor.isfinite().all()) for tensor in derived.values())
@@ -333,7 +336,7 @@ class TestLearner:
         assert prior_of(0.0, since=1_400).trace() < 0.5 * prior_of(0.0, since=1_800).trace()
 
     def test_influence_is_reported_once_kinds_are_found(self) -> None:
-        learner = PosteriorLearner(small(), 2)
+        learner = PosteriorLearner(small(teaching=True), 2)
         shared = learner.initial_shared()
         batch = past_of(torch.rand(4, 2), torch.rand(4), learner.noted)
         assert learner.influence(shared) is None
@@ -352,6 +355,16 @@ class TestLearner:
         grouped = learner.influence(shared | {"guard": torch.tensor(0.9, dtype=torch.float64)})
         assert grouped is not None
         assert not grouped.in_use, "groups separate users, and all keep influence"
+
+    def test_influence_is_not_measured_unless_asked_for(self) -> None:
+        batch = opposed_population(36)
+        for settings, measured in ((small(), False), (small(teaching=True), True)):
+            learner = PosteriorLearner(settings, 2)
+            derived = learner.derive(learner.initial_shared(), [batch], 1_000, 120 * 16)
+            assert (learner.influence(derived) is not None) == measured
+        # Switched off again, nothing of it stays.
+        learner = PosteriorLearner(small(), 2)
+        assert learner.influence(learner.derive(derived, [batch], 1_920, 1_984)) is None
 
 
 # ---------------------------------------------------------------------- two populations

@@ -30,6 +30,7 @@ from tests.models.default_worlds import (
     selected_samples,
     small,
     with_common_part,
+    with_known_arms,
 )
 from tests.models.literal_default import shown
 from tests.models.properties import PROPERTY
@@ -44,7 +45,7 @@ WIDTHS = pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
 
 def check_against_literal(scene: Scene, dtype: torch.dtype) -> None:
     """Compare every arm's mean, bonus, notes and agreeing users with the literal ones."""
-    learner = PosteriorLearner(scene.settings, scene.inputs, dtype)
+    learner = scene.learner(dtype)
     shared = as_stored_by(learner, scene.shared)
     pool, query = fitted(learner, shared, scene.pool), query_of(scene, learner, shared)
     scores = learner.score(shared, pool, query)
@@ -56,11 +57,13 @@ def check_against_literal(scene: Scene, dtype: torch.dtype) -> None:
         rows = torch.where(query.own_row == row, 0, -1)
         only = {name: value[row : row + 1] for name, value in pool.items()}
         agreeing.append(learner.score(shared, only, replace(query, own_row=rows)).group_size - 1)
-    literal = literal_of(scene.settings, scene.inputs, scene.shared)
+    literal = literal_of(learner, scene.shared)
     heads = [literal.head(samples_of(person)) for person in scene.pool]
     index = 0
-    for (asker, own_row, arms), stored in zip(scene.requests, as_array(query.own["head"]), strict=True):
-        for offered in shown(list(arms.numpy())):
+    for request, ((asker, own_row, arms), stored) in enumerate(
+        zip(scene.requests, as_array(query.own["head"]), strict=True)
+    ):
+        for offered in shown(list(arms.numpy()), scene.keys_of(request)):
             arm = literal.score(offered, samples_of(asker), stored, heads, own_row)
             assert_close(scores.mean[index], arm.mean, TOLERANCE[dtype])
             # A square root is steep near 0 and magnifies the rounding of its argument.
@@ -107,17 +110,22 @@ def test_scores_of_wide_inputs_in_float32_equal_the_literal_ones(scene: Scene) -
     [{}, {"groups": False}, {"embed": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
     ids=lambda changes: next(iter(changes), "all"),
 )
-def test_fitted_users_equal_the_literal_ones(changes: dict[str, int], since: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("catalogue", [0, 4], ids=["no ids", "ids"])
+def test_fitted_users_equal_the_literal_ones(
+    changes: dict[str, int], since: float, dtype: torch.dtype, catalogue: int
+) -> None:
     learner = PosteriorLearner(small(**changes), 3, dtype)
     generator = generator_of(4)
     guard = {"guard": 0.6} if learner.settings.groups else {}
     shared = grouped_epoch(learner, kinds(learner, 8, 6, generator), since=since, **guard)
     shared = with_common_part(learner, shared, generator)
-    people = [random_history(learner, count, generator) for count in (0, 1, 3, 4, 9)]
+    if catalogue:
+        shared = with_known_arms(shared, generator, catalogue)
+    people = [random_history(learner, count, generator, catalogue=catalogue) for count in (0, 1, 3, 4, 9)]
     states = fitted(learner, shared, people)
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
     assert all(value.dtype == dtype for value in states.values())
-    literal = literal_of(learner.settings, 3, shared)
+    literal = literal_of(learner, shared)
     for row, person in enumerate(people):
         samples = samples_of(person)
         gram, moment = literal.statistics(samples)
@@ -130,7 +138,7 @@ def test_fitted_users_equal_the_literal_ones(changes: dict[str, int], since: flo
             assert_close(states["kept_weights"][row, place], literal.weight(sample), TOLERANCE[dtype])
             expected = literal.h(sample.arm, sample.noted)
             np.testing.assert_allclose(as_array(states["kept_heads"][row, place]), expected, atol=TOLERANCE[dtype])
-            assert_close(states["kept_rewards"][row, place], sample.reward, TOLERANCE[dtype])
+            assert_close(states["kept_rewards"][row, place], literal.target(sample), TOLERANCE[dtype])
 
 
 # ---------------------------------------------------------------------- requests
@@ -181,7 +189,7 @@ def test_arms_in_another_order_have_the_same_scores(changes: dict[str, int]) -> 
 def test_the_asking_users_row_in_the_pool_is_ignored() -> None:
     """The asking user counts as a member with the state in the query; an old row in the pool is ignored."""
     scene = scene_of()
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    learner = scene.learner(torch.float64)
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     expected = learner.score(scene.shared, pool, query)
     stale = {name: value.clone() for name, value in pool.items()}
@@ -259,7 +267,7 @@ def test_a_shift_of_the_slate_is_seen_by_a_known_share() -> None:
     centre = torch.tensor([0.3, -2.0, 0.5], dtype=torch.float64)
     scene.shared |= {"common_ratio": ratio, "common_centre": centre}
     by = torch.tensor([0.2, -0.7, 1.1], dtype=torch.float64)
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    learner = scene.learner(torch.float64)
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     scores = learner.score(scene.shared, pool, replace(query, arms=query.arms + by))
     arms = []
@@ -279,7 +287,7 @@ def test_a_linear_head_sees_less_of_a_shift_the_more_arms_share(ratio: float, ar
     """The mean moves by 1/(1 + k·τ²/σ²) of the shift seen without common parts."""
     scene = scene_of(trunk=False, groups=False, memory=False, products_max=0, **WIDE)
     scene = replace(scene, requests=[(asker, row, shelf[:arms]) for asker, row, shelf in scene.requests])
-    learner = PosteriorLearner(scene.settings, 3, torch.float64)
+    learner = scene.learner(torch.float64)
     # Users are fitted once: only the view of new arms is compared, not what was learned.
     pool, query = fitted(learner, scene.shared, scene.pool), query_of(scene, learner, scene.shared)
     richer = replace(query, arms=query.arms + torch.tensor([0.2, -0.3, 0.4], dtype=torch.float64))
@@ -310,13 +318,13 @@ def test_when_nearly_all_is_common_only_differences_between_arms_count(heads: bo
 def test_a_sample_uses_the_slate_of_its_decision(dtype: torch.dtype) -> None:
     """From the slate noted at the decision; later epochs apply their common part to the same slate."""
     scene = scene_of(**WIDE)
-    learner = PosteriorLearner(scene.settings, 3, dtype)
+    learner = scene.learner(dtype)
     arms, notes = torch.cat([shelf for _, _, shelf in scene.requests]), fast_scores(scene, dtype).phi
     later = with_common_part(learner, as_stored_by(learner, scene.shared), generator_of(99))
     assert not torch.equal(later["common_ratio"], as_stored_by(learner, scene.shared)["common_ratio"])
     offered = [arm for _, _, shelf in scene.requests for arm in shown(list(shelf.numpy()))]
     for shared in (as_stored_by(learner, scene.shared), later):
-        literal = literal_of(scene.settings, 3, shared)
+        literal = literal_of(learner, shared)
         for row, arm in enumerate(offered):
             person = UserHistory(
                 arms[row : row + 1], torch.ones(1), notes[row : row + 1], torch.zeros(1, dtype=torch.int64)

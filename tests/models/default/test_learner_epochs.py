@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from metaban.models.default.arms import UNUSED_KEY
 from metaban.models.default.evidence import ALONE, EMBEDDED, TOGETHER
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.learner import Query, State, UserBatch
@@ -31,6 +32,10 @@ from tests.models.worlds import assert_close, rounded_to_float32
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 WIDTHS = pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
+IDS = pytest.mark.parametrize("catalogue", [0, 5], ids=["no ids", "ids"])
+
+#: Tensors with a row for each arm.
+OF_ARMS = ("arm_keys", "arm_effects", "arm_variances", "arm_factors")
 
 
 def test_the_schedule_of_epochs() -> None:
@@ -49,19 +54,24 @@ def test_the_schedule_of_epochs() -> None:
     assert learner.epoch_due(10_000, 10_310)  # 3 % of all earlier events
 
 
+@IDS
 @WIDTHS
-def test_deriving_twice_gives_the_same(changes: dict[str, int]) -> None:
+def test_deriving_twice_gives_the_same(changes: dict[str, int], catalogue: int) -> None:
     learner = PosteriorLearner(small(**changes), 3)
-    shared, batch = learner.initial_shared(), batch_of(kinds(learner, 12, 8, generator_of(5)), torch.float32)
+    people = kinds(learner, 12, 8, generator_of(5), catalogue=catalogue)
+    shared, batch = learner.initial_shared(), batch_of(people, torch.float32)
     before = {name: value.clone() for name, value in shared.items()}
-    for epoch_events, total in ((0, 512), (300, 364)):
+    for epoch_events, total in ((0, 512), (300, 364), (1_000, 1_024)):
         first = learner.derive(shared, [batch], epoch_events, total)
         torch.rand(3)  # no hidden draw from the global generator
         second = learner.derive(shared, [batch], epoch_events, total)
         assert set(first) == set(before)
         for name in first:
             assert torch.equal(first[name], second[name])
-            assert first[name].shape == before[name].shape
+            if name in OF_ARMS:  # a row for each sample: arms are counted only on the device
+                assert first[name].shape == (*first["arm_keys"].shape, *before[name].shape[1:])
+            else:
+                assert first[name].shape == before[name].shape
             assert first[name].dtype == before[name].dtype
             assert torch.equal(shared[name], before[name])
 
@@ -81,16 +91,40 @@ def test_an_epoch_without_users_changes_only_its_number() -> None:
     assert all(torch.equal(derived[name], shared[name]) for name in shared if name != "epoch")
 
 
+@IDS
 @WIDTHS
-def test_one_batch_or_several_give_the_same_epoch(changes: dict[str, int]) -> None:
+def test_one_batch_or_several_give_the_same_epoch(changes: dict[str, int], catalogue: int) -> None:
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
-    teachers = kinds(learner, 12, 8, generator_of(6))
+    teachers = kinds(learner, 12, 8, generator_of(6), catalogue=catalogue)
     # An epoch after the first, whose normaliser pulls in outliers batch by batch.
     shared = learner.derive(learner.initial_shared(), [batch_of(teachers)], 0, 16)
     whole = learner.derive(shared, [batch_of(teachers)], 300, 364)
     parts = learner.derive(shared, [batch_of(teachers[:5]), batch_of(teachers[5:], padding=2)], 300, 364)
+    assert int((whole["arm_keys"] != UNUSED_KEY).sum()) == catalogue
     for name in whole:
-        assert_close(parts[name], whole[name], 1e-8)
+        if name in OF_ARMS:  # padding adds unused rows
+            assert_close(parts[name][:catalogue], whole[name][:catalogue], 1e-8)
+            assert (parts["arm_keys"][catalogue:] == UNUSED_KEY).all()
+        else:
+            assert_close(parts[name], whole[name], 1e-8)
+
+
+def test_an_arm_switched_off_is_forgotten() -> None:
+    """Arms may be switched off while users exist: then nothing of them is left in targets that scores do not add."""
+    people = kinds(PosteriorLearner(small(**WIDE), 3), 12, 8, generator_of(6), catalogue=5)
+    batch = batch_of(people)
+    for changes in ({"arms": False}, {"heads": False}):
+        learner = PosteriorLearner(small(**WIDE), 3, torch.float64)
+        shared = learner.derive(learner.initial_shared(), [batch], 0, 512)
+        assert shared["arm_effects"].any()
+        assert shared["arm_wide"].any()
+        assert (shared["arm_looks"] != 1).any()
+        without = PosteriorLearner(small(**WIDE, **changes), 3, torch.float64)
+        derived = without.derive(shared, [batch], 512, 600)
+        for name, value in without.initial_shared().items():
+            if name.startswith("arm_"):
+                assert torch.equal(derived[name], value), name
+        assert torch.equal(without.head_samples(derived, batch).targets, batch.rewards)
 
 
 def test_heads_use_the_predictions_noted_at_the_decision() -> None:

@@ -86,7 +86,7 @@ def compare(learner: PosteriorLearner, shared: State, scene: Scene) -> Scores:
 
 
 def compare_drawn(scene: Scene, dtype: torch.dtype) -> None:
-    learner = PosteriorLearner(scene.settings, scene.inputs, dtype)
+    learner = scene.learner(dtype)
     compare(learner, as_stored_by(learner, scene.shared), scene)
 
 

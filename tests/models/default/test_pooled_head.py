@@ -38,7 +38,7 @@ def test_it_is_a_mixed_regression_on_all_rows() -> None:
     batch = population(learner)
     shared = derived(learner, batch)
     assert learner.inputs.products
-    rows = learner.batch_head_inputs(shared, batch)[..., :4]  # [12, n, 4], the constant and the inputs
+    rows = learner.head_samples(shared, batch).inputs[..., :4]  # [12, n, 4], the constant and the inputs
     level, noise = shared["prior_covariance"][0, 0], shared["noise"]
     gram = torch.tensor([RIDGE_CONSTANT_EVENTS, *[RIDGE_EVENTS] * 3], dtype=torch.float64).diag()
     moment = torch.zeros(4, dtype=torch.float64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from metaban.models.default.arms import FACTORS
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import prior_from_state
 from metaban.models.default.warm_start_prior import START_REACH, TRUST_MAX
@@ -18,12 +19,15 @@ from metaban.models.numerics.arrays import as_arrays
 from metaban.models.settings import MetaBanSettings, PosteriorSettings
 from tests.models.default_worlds import batch_of, generator_of, kinds
 
-#: Inputs with products, without, and so many that heads see only principal directions.
-WIDTHS = (3, 12, 60)
+#: So many inputs that heads see only the first of them, which describe the arm.
+WITH_CONTEXT, OF_ARM = 61, 4
+#: Inputs with products, without, and so many that heads see only principal directions or the arm's part.
+WIDTHS = (3, 12, 60, WITH_CONTEXT)
 
 
 def build(inputs: int, **changes: object) -> PosteriorLearner:
-    return PosteriorLearner(replace(PosteriorSettings(memory_samples=4), **changes), inputs, torch.float64)
+    settings = replace(PosteriorSettings(memory_samples=4), **changes)
+    return PosteriorLearner(settings, inputs, torch.float64, arm_inputs=OF_ARM if inputs == WITH_CONTEXT else None)
 
 
 def grouped_epoch(learner: PosteriorLearner, shared: State | None = None, seed: int = 0, events: int = 512) -> State:
@@ -64,13 +68,14 @@ def test_a_start_is_another_prior(inputs: int, trust: float) -> None:
     batch = replace(batch_of(people), starts=start_of(learner, shared, heads, trust))
     states = learner.fit(shared, batch, {})
     found, covariance = prior.posterior(states["gram"], states["moment"])
-    h = learner.batch_head_inputs(shared, batch).numpy()
+    samples = learner.head_samples(shared, batch)
+    h, targets = samples.inputs.numpy(), samples.targets.numpy()
     for user, head in enumerate(heads.numpy()):
         spread = (1 - trust) * shared["prior_covariance"].numpy()
         joint = h[user] @ spread  # covariance of rewards and coefficients
         of_rewards = joint @ h[user].T + float(prior.noise) * np.eye(5)
         gain = np.linalg.solve(of_rewards, joint).T
-        expected = head + gain @ (batch.rewards[user].numpy() - h[user] @ head)
+        expected = head + gain @ (targets[user] - h[user] @ head)
         np.testing.assert_allclose(found[user].numpy(), expected, rtol=1e-6, atol=1e-8)
         np.testing.assert_allclose(covariance[user].numpy(), spread - gain @ joint, rtol=1e-6, atol=1e-8)
         np.testing.assert_allclose(states["head"][user].numpy(), expected, rtol=1e-6, atol=1e-8)
@@ -106,7 +111,7 @@ def test_numpy_equals_torch(inputs: int) -> None:
             np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("inputs", [3, 12])
+@pytest.mark.parametrize("inputs", [3, 12, WITH_CONTEXT])
 def test_a_start_predicts_the_same_after_a_new_standardisation(inputs: int) -> None:
     learner = build(inputs)
     before = grouped_epoch(learner)
@@ -132,7 +137,7 @@ def test_coefficients_of_products_of_wide_inputs_are_kept() -> None:
     raw = learner.starts.raw(before, heads)
     assert raw.shape == (4, learner.start_size - 1)
     torch.testing.assert_close(learner.starts.heads(before, raw), heads)
-    products = slice(1 + learner.inputs.seen, -1)
+    products = slice(1 + learner.inputs.seen, learner.inputs.trunk_column)
     assert heads[:, products].shape[1] == learner.inputs.products > 0
     assert torch.equal(learner.starts.heads(after, raw)[:, products], heads[:, products])
 
@@ -152,9 +157,10 @@ def test_wide_inputs_are_projected() -> None:
     z = drawn @ axes.mT
     arms, nothing = z * after["scale"] + after["mean"], torch.zeros(len(z), dtype=torch.float64)
     wanted = (inputs_of(learner, before, arms, nothing) @ heads.mT).numpy()
-    h = inputs_of(learner, after, arms, nothing).numpy()[:, :-1]
+    end = learner.inputs.trunk_column
+    h = inputs_of(learner, after, arms, nothing).numpy()[:, :end]
     best = np.linalg.lstsq(h, wanted, rcond=None)[0].T
-    np.testing.assert_allclose(learner.starts.heads(after, raw)[:, :-1].numpy(), best, atol=1e-6)
+    np.testing.assert_allclose(learner.starts.heads(after, raw)[:, :end].numpy(), best, atol=1e-6)
 
 
 @pytest.mark.parametrize("inputs", WIDTHS)
@@ -182,7 +188,7 @@ def test_many_events_outweigh_a_start() -> None:
     learner = build(3, groups=False)
     shared = grouped_epoch(learner)
     wrong = start_of(learner, shared, head_near(learner, shared, 1, 8) + 1, 0.8)
-    arms = learner.batch_head_inputs(shared, batch_of(kinds(learner, 1, 4_096, generator_of(3))))[0]
+    arms = learner.head_samples(shared, batch_of(kinds(learner, 1, 4_096, generator_of(3)))).inputs[0]
     gaps = []
     for samples in (0, 8, 64, 4_096):
         batch = batch_of(kinds(learner, 1, samples, generator_of(3)))
@@ -258,9 +264,12 @@ def test_an_epoch_without_events_accepts_starts() -> None:
     torch.testing.assert_close(states["head"], heads, rtol=1e-6, atol=1e-8)
 
 
-def test_the_coefficient_of_the_prediction_is_unchanged() -> None:
-    """The trunk's prediction is not an input: its coefficient is the same in every basis."""
+def test_coefficients_of_the_prediction_and_of_factors_are_unchanged() -> None:
+    """These are not inputs: their coefficients are the same in every basis."""
     learner = build(3)
     shared = grouped_epoch(learner)
     heads = head_near(learner, shared, 2, 1)
-    assert torch.equal(learner.starts.raw(shared, heads)[:, -1], heads[:, -1])
+    same = slice(-1 - FACTORS, None)
+    assert torch.equal(learner.starts.raw(shared, heads)[:, same], heads[:, same])
+    later = grouped_epoch(learner, shared, seed=5, events=1_024)
+    assert torch.equal(learner.starts.heads(later, learner.starts.raw(shared, heads))[:, same], heads[:, same])

@@ -104,6 +104,7 @@ class TestGuard:
                 "features": batch.features[:1, :seen], "rewards": batch.rewards[:1, :seen],
                 "valid": batch.valid[:1, :seen], "phi": batch.phi[:1, :seen], "epochs": batch.epochs[:1, :seen],
                 "events": batch.events[:1], "draw": batch.draw[:1], "weight": batch.weight[:1],
+                "arm_keys": batch.arm_keys[:1, :seen], "places": batch.places[:1, :seen],
             }  # fmt: skip
             started = replace(batch, **kept, starts=torch.from_numpy(start))
             state = model.fit(shared, started, {}) if seen else model.warm_started(shared, started.starts)
