@@ -355,11 +355,15 @@ class PosteriorLearner(Learner):
         """What is known of the arms of a query; None when they have no ids."""
         if not self.settings.arms or (query.arm_keys is None and not self.inputs.wide):
             return None
-        keys = zeros((like.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys
-        arms = QueryArms(*(cast(values, like) for values in outline["arms"].of(keys)))
+        arms = self._arms_alone(outline, query, like)
         if self.inputs.wide:
             arms.effects = arms.effects + like @ outline["wide_weights"]
         return arms
+
+    def _arms_alone(self, outline: Any, query: Query, like: Array) -> QueryArms:
+        """The same without the part of wide inputs."""
+        keys = zeros((like.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys
+        return QueryArms(*(cast(values, like) for values in outline["arms"].of(keys)))
 
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
         _, z, predicted = self._encoded(outline, query)
@@ -381,8 +385,16 @@ class PosteriorLearner(Learner):
     def contributions(
         self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
     ) -> Contributions:
-        _, z, predicted = self._encoded(outline, query)
-        return posterior_contributions(self.settings, self.inputs, outline, query, rows, z[rows], predicted[rows])
+        _, z, _ = self._encoded(outline, query)
+        newborn = self.prepare_users(outline, self.warm_started(outline, zeros((1, 0), outline["prior_mean"])))
+        arms = None
+        if self.settings.heads and self.settings.arms:
+            every = self._arms_alone(outline, query, z)
+            arms = QueryArms(every.effects[rows], every.variances[rows], every.factors[rows])
+        return posterior_contributions(self.settings, self.inputs, outline, query.own, newborn, z[rows], arms)
+
+    def looks(self, outline: Any, places: Array) -> Array:
+        return looks_at(outline["arm_looks"], places)
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         wait = max(self.settings.epoch_events, int(self.settings.epoch_growth * total_events))
