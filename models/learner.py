@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metaban.models.explaining import Agreement, Contributions
-from metaban.models.numerics.arrays import Array, Arrays, at_most, library_of, on_device
+from metaban.models.numerics.arrays import Array, Arrays, at_most, double, library_of, on_device
 from metaban.models.numerics.slates import Slates
 from metaban.models.posterior_draws import Draws
 
@@ -222,7 +222,14 @@ class Learner(ABC):
     def contributions(
         self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
     ) -> Contributions:
-        """Attribution of the arms' means, with the user, the group and the other arms fixed."""
+        """Blocks and columns of the arms' means, with the user, the group and the other arms fixed."""
+
+    def looks(self, outline: Any, places: Array) -> Array:
+        """How often places [n] int64, from 0, are looked at, relative to the first: float64 [n].
+
+        Times the mean it is the expected reward at a place; 1 for a learner that does not distinguish places.
+        """
+        return double(places * 0) + 1
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
