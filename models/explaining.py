@@ -1,8 +1,10 @@
-"""Attribution of an arm's mean to input columns: gradient × input, in closed form.
+"""Explanation of an arm's mean: its blocks, and the contributions of input columns.
 
-Column j of a raw input x contributes x_j · ∂mean/∂x_j (Shrikumar et al., "Not Just a Black Box", 2016); for a linear
-learner the contributions are its terms. Learners write their gradients out; at a kink the side with slope 0 is taken.
-All functions accept numpy arrays and torch tensors (arrays.py).
+Blocks say whose knowledge a mean is: of all users, of the arm itself, of the user. They add up to it. Columns split the
+part that inputs make, shared + user. Column j contributes z_j · ∂mean/∂z_j, gradient × input in closed form (Shrikumar
+et al., "Not Just a Black Box", 2016), where z is the input as a learner standardises it: a column at its mean over all
+samples contributes 0. For a linear learner the contributions are its terms. Learners write their gradients out; at a
+kink the side with slope 0 is taken. All functions accept numpy arrays and torch tensors (arrays.py).
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from dataclasses import dataclass
 from typing import final
 
 from metaban.models.numerics.arrays import Array, double, library_of, on_device
-from metaban.models.numerics.normalizer import LARGEST_DEVIATION
 
 
 @final
@@ -33,39 +34,29 @@ class Agreement:
 @final
 @dataclass(frozen=True, slots=True)
 class Contributions:
-    """Parts of the means of n arms, in float64; `rest` is the remainder."""
+    """The means of n arms in two ways, in float64: blocks that add up to them, and columns.
 
-    columns: Array  # [n, d] gradient × raw input
-    intercept: Array  # [n] the learner's own constant
+    mean = shared + user + arm + taste + memory        shared + user = intercept + Σ columns + rest
+    """
+
+    columns: Array  # [n, d] gradient × standardised input
+    intercept: Array  # [n] shared + user of an arm whose inputs all have their means
+    shared: Array  # [n] from the inputs, for a user without rewards
+    user: Array  # [n] from the inputs, by which this user differs from one without rewards
+    arm: Array  # [n] effect of the arm itself
+    taste: Array  # [n] this user's taste for the arm's factors
     memory: Array  # [n] correction from rewards of near-identical arms
 
-    @staticmethod
-    def of(gradient: Array, raw: Array, intercept: Array, memory: Array) -> Contributions:
-        """From a gradient [n, d] at raw inputs [n, d]."""
-        return Contributions(double(gradient) * double(raw), double(intercept), double(memory))
+    def blocks(self) -> Array:
+        """Sum of the blocks [n]: the mean, up to rounding."""
+        return self.shared + self.user + self.arm + self.taste + self.memory
 
     def rest(self, mean: Array) -> Array:
-        """Means [n] minus all parts [n]: constants and nonlinearity."""
-        return double(mean) - self.columns.sum(-1) - self.intercept - self.memory
+        """Means [n] minus all parts but shared and user, which the columns split [n]: what is not linear."""
+        return double(mean) - self.columns.sum(-1) - self.intercept - self.arm - self.taste - self.memory
 
 
 def without_own_row(near: Array, own_row: Array) -> Array:
     """Group members [n, P] without the requesting user, whose row in the pool is own_row [1], or −1."""
     rows: Array = library_of(near).arange(near.shape[1], **on_device(near))
     return near & (rows != own_row)
-
-
-def through_standardizing(gradient: Array, z: Array, scale: Array) -> Array:
-    """∂/∂x from ∂/∂z [n, d], z = `standardize(x)` [n, d]; clipped inputs have gradient 0."""
-    return gradient / scale * (abs(z) < LARGEST_DEVIATION)
-
-
-def through_unit(gradient: Array, x: Array) -> Array:
-    """∂/∂x from ∂/∂u [n, d] where u = x/‖x‖; 0 at x = 0."""
-    library = library_of(x)
-    largest = library.amax(abs(x), -1)[:, None]  # scaled out: squares overflow before norms do
-    scaled = x / library.where(largest > 0, largest, 1)
-    length = library.sqrt((scaled * scaled).sum(-1))[:, None]
-    direction = scaled / library.where(length > 0, length, 1)
-    across = gradient - (gradient * direction).sum(-1)[:, None] * direction
-    return library.where(largest > 0, across / library.where(largest > 0, length * largest, 1), 0)

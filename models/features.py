@@ -9,7 +9,7 @@ context, products and constant. The first request of a namespace fixes its layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -163,7 +163,7 @@ class InputNames:
 
     def __init__(self, layout: FeatureLayout, context: Features | None) -> None:
         self._layout = layout
-        self._context = _named_places(context or {}, layout.context, "context")
+        self._context = _PlaceNames(context or {}, layout.context, "context")
 
     def of(self, arm: Features, columns: Iterable[int]) -> list[tuple[str, float]]:
         """The names of some columns of an arm, each with its hash sign.
@@ -171,7 +171,7 @@ class InputNames:
         Names hashed to one place share a column and the sign of the first name. A column of a list, or a place without
         a name, is named by its number.
         """
-        layout, arms, contexts = self._layout, _named_places(arm, self._layout.arm, "arm"), self._context
+        layout, arms, contexts = self._layout, _PlaceNames(arm, self._layout.arm, "arm").of, self._context.of
         named = []
         for column in columns:
             if column < layout.arm:
@@ -185,25 +185,48 @@ class InputNames:
                 named.append(("intercept", 1.0))
         return named
 
+    def present(self, arm: Features) -> NDArray[np.bool_]:
+        """Which columns, without the intercept, are of features that the arm and the context have.
 
-def _named_places(values: Features, places: int, kind: str) -> Callable[[int], tuple[str, float]]:
-    """A function from a place of an arm or a context to its name and sign."""
-    texts: dict[int, list[str]] = {}
-    signs: dict[int, float] = {}
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            text = f"{name}={value}" if isinstance(value, str) else name
-            place, sign = _place(text, places)
-            texts.setdefault(place, []).append(text)
-            signs.setdefault(place, sign)
+        The others are of names that only other arms or contexts have; which ones, hashing does not tell.
+        """
+        arms, contexts = _PlaceNames(arm, self._layout.arm, "arm").present(), self._context.present()
+        parts = [arms, contexts]
+        if self._layout.products:
+            parts.append((arms[:, None] & contexts).ravel())
+        return np.concatenate(parts)
 
-    def named(place: int) -> tuple[str, float]:
-        if place not in texts:
-            return f"{kind}[{place}]", 1.0
-        more = ["…"] if len(texts[place]) > NAMES_SHOWN else []
-        return " | ".join(texts[place][:NAMES_SHOWN] + more), signs[place]
 
-    return named
+@final
+class _PlaceNames:
+    """Names and signs of the places of an arm or a context."""
+
+    def __init__(self, values: Features, places: int, kind: str) -> None:
+        self._places = places
+        self._kind = kind
+        self._is_list = not isinstance(values, Mapping)
+        self._texts: dict[int, list[str]] = {}
+        self._signs: dict[int, float] = {}
+        if isinstance(values, Mapping):
+            for name, value in values.items():
+                text = f"{name}={value}" if isinstance(value, str) else name
+                place, sign = _place(text, places)
+                self._texts.setdefault(place, []).append(text)
+                self._signs.setdefault(place, sign)
+
+    def of(self, place: int) -> tuple[str, float]:
+        """The name and sign of a place."""
+        if place not in self._texts:
+            return f"{self._kind}[{place}]", 1.0
+        texts = self._texts[place]
+        more = ["…"] if len(texts) > NAMES_SHOWN else []
+        return " | ".join(texts[:NAMES_SHOWN] + more), self._signs[place]
+
+    def present(self) -> NDArray[np.bool_]:
+        """Which places have a value: all of a list, the named ones of an object."""
+        found = np.full(self._places, self._is_list)
+        found[list(self._texts)] = True
+        return found
 
 
 def _arm_vectors(layout: FeatureLayout, arms: Sequence[Features]) -> Vectors:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metaban.models.explaining import Agreement, Contributions
-from metaban.models.numerics.arrays import Array, Arrays, at_most, library_of, on_device
+from metaban.models.numerics.arrays import Array, Arrays, at_most, double, library_of, on_device
 from metaban.models.numerics.slates import Slates
 from metaban.models.posterior_draws import Draws
 
@@ -139,10 +139,10 @@ class Learner(ABC):
     #: d, the length of a raw input, and how many of its first numbers describe the arm alone.
     input_size: int
     arm_inputs: int
-    #: Shared tensors with a row for each arm. How many rows depends on the samples; all of them have as many.
-    of_arms: tuple[str, ...] = ()
     #: Parameters of the networks that all users share.
     network_size: int
+    #: Tensors of the shared state with a row for each of something that is learned; all have the same number of rows.
+    growing: frozenset[str] = frozenset()
     #: q, the number of notes that `score` returns with an arm.
     noted: int = 0
     #: Numbers of a warm start, the last of them its trust; 0 for a learner without warm starts.
@@ -159,6 +159,19 @@ class Learner(ABC):
     def with_epoch_number(self, shared: State, number: int) -> State:
         """This shared state, to be published as epoch `number` (after a restore)."""
         return shared
+
+    def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Names of tensors that keep a shared state of these shapes from being used: unknown, missing or misshapen."""
+        known = {name: tuple(tensor.shape) for name, tensor in self.initial_shared().items()}
+        wrong = set(known) ^ set(shapes)
+        for name in set(known) & set(shapes):
+            grows = name in self.growing
+            shape, own = (shapes[name][1:], known[name][1:]) if grows else (shapes[name], known[name])
+            if shape != own or (grows and not shapes[name]):
+                wrong.add(name)
+        if len({shapes[name][:1] for name in self.growing & set(shapes)}) > 1:
+            wrong |= self.growing & set(shapes)
+        return sorted(wrong)
 
     @abstractmethod
     def initial_user(self, shared: State) -> State:
@@ -209,7 +222,14 @@ class Learner(ABC):
     def contributions(
         self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
     ) -> Contributions:
-        """Attribution of the arms' means, with the user, the group and the other arms fixed."""
+        """Blocks and columns of the arms' means, with the user, the group and the other arms fixed."""
+
+    def looks(self, outline: Any, places: Array) -> Array:
+        """How often places [n] int64, from 0, are looked at, relative to the first: float64 [n].
+
+        Times the mean it is the expected reward at a place; 1 for a learner that does not distinguish places.
+        """
+        return double(places * 0) + 1
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

@@ -64,7 +64,6 @@ class Limits:
 #: and no intermediate result overflows float32. A learner may narrow it (`LearnerSettings.NARROWER`).
 LIMITS: Final[dict[str, Limits]] = {
     "seed": Limits(-(2**63), 2**64 - 1),  # the range of torch's generators
-    "state_format": Limits(1, 1_000),
     "user_weight": Limits(1e-6, 1e6),  # with 0 nothing shared would be learned
     "samples_kept": Limits(1, 100_000),
     "candidate_pool": Limits(1, 1_000_000),
@@ -122,12 +121,13 @@ class LearnerSettings(ABC):
     preset: str
     seed: int = 0
     user_weight: float = 1.0  #: w_u of Eq. 5
-    state_format: int = 1  # of what is stored: raised when stored tensors or notes change their meaning
     samples_kept: int = 256  # latest samples of a user that are learned from
     candidate_pool: int = 2_048  # most users that a request is compared with
 
     #: The settings that fix the meaning of a user's stored tensors; all others may change while users exist.
-    STRUCTURE: ClassVar[tuple[str, ...]] = ("preset", "state_format", "seed")
+    STRUCTURE: ClassVar[tuple[str, ...]] = ("preset", "seed")
+    #: Format of what is stored: raised when stored tensors or notes change their meaning.
+    STATE_FORMAT: ClassVar[int] = 1
     #: The settings that determine the size of the shared networks, and of a user's state.
     NETWORK_SIZE: ClassVar[tuple[str, ...]]
     USER_SIZE: ClassVar[tuple[str, ...]]
@@ -136,11 +136,6 @@ class LearnerSettings(ABC):
 
     def __post_init__(self) -> None:
         self._check_types()
-        if self.state_format != (known := type(self).__dataclass_fields__["state_format"].default):
-            raise ValueError(
-                f"state_format is {self.state_format}, and this version reads {known}: what was learned cannot be "
-                "used. Use another namespace, or delete this one with DELETE /admin/namespaces/{name} and begin again"
-            )
         for field in fields(self):
             if field.type in ("int", "float"):
                 limits = self.NARROWER.get(field.name, LIMITS[field.name])
@@ -179,19 +174,26 @@ class LearnerSettings(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a namespace's record."""
-        return asdict(self)
+        return asdict(self) | {"state_format": self.STATE_FORMAT}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Restore the result of `to_json`; an unknown field is an error."""
+        """Restore the result of `to_json`; an unknown field, or another format of stored state, is an error."""
+        values = dict(values)
+        stored = values.pop("state_format", 1)  # versions without formats had format 1
+        if stored != cls.STATE_FORMAT:
+            raise ValueError(
+                f"what it learned has format {stored}, and this version reads format {cls.STATE_FORMAT}. Use another "
+                "namespace, or delete this one with DELETE /admin/namespaces/{name} and begin again"
+            )
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown learner settings: {', '.join(sorted(unknown))}")
         return cls(**values)
 
     def structure(self) -> dict[str, Any]:
-        """The values of STRUCTURE, by name."""
-        return {name: getattr(self, name) for name in self.STRUCTURE}
+        """The values of STRUCTURE, by name, and the format of stored state."""
+        return {name: getattr(self, name) for name in self.STRUCTURE} | {"state_format": self.STATE_FORMAT}
 
 
 @final
@@ -200,7 +202,6 @@ class PosteriorSettings(LearnerSettings):
     """Settings of the default learner: posterior heads on a shared trunk."""
 
     preset: str = "default"
-    state_format: int = 2  # 2: arms have effects and factors
     alpha: float = 0.3  #: α, weight of the posterior's deviation
     # Parts; each can be switched off to measure its effect.
     trunk: bool = True
@@ -237,8 +238,9 @@ class PosteriorSettings(LearnerSettings):
     epoch_events: int = 64
     epoch_growth: float = 0.03
 
-    STRUCTURE = ("preset", "state_format", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
-                 "head_directions", "memory_samples", "trunk", "embed", "products_max", "apart")  # fmt: skip
+    STATE_FORMAT = 2  # arms have effects and factors
+    STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
+                 "head_directions", "memory_samples", "embed", "products_max", "apart")  # fmt: skip
 
     NETWORK_SIZE = ("members", "width", "depth", "codes_max")
     USER_SIZE = ("head_inputs_max", "head_directions", "products_max", "memory_samples")
@@ -301,8 +303,8 @@ class MetaBanSettings(LearnerSettings):
     step_samples: int = 64
     epoch_events: int = 64
 
-    STRUCTURE = ("preset", "state_format", "width", "depth", "draw", "checkpoints", "recent_samples", "standardize",
-                 "input_norm", "seed", "bonus")  # fmt: skip
+    STRUCTURE = ("preset", "width", "depth", "draw", "checkpoints", "recent_samples", "standardize", "input_norm",
+                 "seed", "bonus")  # fmt: skip
 
     NETWORK_SIZE = ("width", "depth")
     USER_SIZE = ("width", "depth", "checkpoints", "recent_samples")
@@ -335,14 +337,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def stored_settings(values: dict[str, Any]) -> LearnerSettings:
-    """Settings from the result of any learner's `to_json`; those of versions without a `state_format` have format 1."""
+    """Settings from the result of any learner's `to_json`."""
     kind = PosteriorSettings if values.get("preset") == "default" else MetaBanSettings
-    return kind.from_json({"state_format": 1, **values})
+    return kind.from_json(values)
 
 
 def named_settings(preset: str, **overrides: Any) -> LearnerSettings:
     """A preset with some settings replaced."""
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}")
-    kind = PosteriorSettings if preset == "default" else MetaBanSettings
-    return kind.from_json({"preset": preset, **PRESETS[preset], **overrides})
+    kind: type[LearnerSettings] = PosteriorSettings if preset == "default" else MetaBanSettings
+    return kind.from_json({"preset": preset, "state_format": kind.STATE_FORMAT, **PRESETS[preset], **overrides})

@@ -33,9 +33,6 @@ ARMS_MAX: Final = 4_096
 #: Key of an unused row; larger than any key of an arm.
 UNUSED_KEY: Final = torch.iinfo(torch.int64).max
 
-#: Shared tensors with a row for each arm.
-OF_ARMS: Final = ("arm_keys", "arm_effects", "arm_variances", "arm_factors")
-
 #: Factors of an arm.
 FACTORS: Final = 4
 

@@ -1,21 +1,26 @@
-"""Attribution of the default learner's mean.
+"""Explanation of the default learner's mean.
 
-The mean is wᵀh(x) of the user's head w on h = [1, x, x⊗x, p(x), q_i], plus the arm's effect b_i, the shared βᵀz of wide
-inputs, and the memory's correction. The head's constant is the intercept. The rest of wᵀh and βᵀz, the trunk's p
-included, are attributed by gradient × input with the slate summary fixed. The memory is one separate part: its kernel
-is so narrow that its gradient is 0 almost everywhere. What is known of the arm by its id belongs to no input.
+The mean is wᵀh(z) + βᵀz + b_i + p_uᵀq_i, plus the memory's correction (arms.py), with the user's head w on
+h = [1, x, x⊗x, p(z)] of standardised inputs z. Its blocks, with w₀ and p₀ of a user without rewards:
+
+    shared = w₀ᵀh₀(z) + βᵀz      user = wᵀh(z) − w₀ᵀh₀(z)      arm = b_i      taste = p_uᵀq_i      memory
+
+w₀ is the prior's mean, mixed with groups and pooled head like all heads. p₀ is the trunk's prediction for such a user.
+Columns are gradient × input of shared + user, the trunk's p included, with the slate summary fixed; the intercept is
+shared + user at z = 0. The memory is no part of the columns: its kernel is so narrow that its gradient is 0 almost
+everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from metaban.models.default.arms import QueryArms
 from metaban.models.default.inputs import ArmInputs
-from metaban.models.default.scoring import join_members, memory_correction, split_members
-from metaban.models.explaining import Contributions, through_standardizing
-from metaban.models.learner import Query
-from metaban.models.numerics.arrays import Array, rectified, zeros
+from metaban.models.default.scoring import join_members, memory_correction, split_members, trunk_prediction
+from metaban.models.explaining import Contributions
+from metaban.models.numerics.arrays import Array, double, rectified, zeros
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import PosteriorSettings
 
@@ -24,36 +29,61 @@ def posterior_contributions(
     settings: PosteriorSettings,
     inputs: ArmInputs,
     outline: Any,
-    query: Query,
-    rows: Array,
+    own: Mapping[str, Array],
+    newborn: Mapping[str, Array],
     z: Array,
-    predicted: Array,
+    arms: QueryArms | None,
 ) -> Contributions:
-    """Attribution of n arms of one request: rows, standardised inputs z [n, d] and the trunk's predictions [n]."""
-    raw, own, nothing = query.arms[rows], query.own, zeros((rows.shape[0],), z)
-    gradient = zeros(z.shape, z)  # ∂mean/∂z
-    if inputs.trunk:
-        ramps = outline["ramps"]
-        delta = through_layers(outline["layers"], ramps.values(z) if ramps else z, own["user_offset"])
-        gradient = ramps.gradient(z, delta) if ramps else delta
-    if not settings.heads:
-        gradient = through_standardizing(gradient, z, outline["scale"])
-        return Contributions.of(gradient, raw, intercept=nothing, memory=nothing)
-    head, seen = own["heads"][0, :, -1], inputs.seen  # [D]
-    known = inputs.head_inputs(outline, z, predicted)[:, : 1 + seen]  # [n, 1 + c]
-    x = known[:, 1:]
-    by_head = zeros(x.shape, x) + head[1 : 1 + seen]
+    """Explanation of n arms of one request, by the briefs of its user and of a user without rewards.
+
+    Standardised inputs z [n, d], and the arms' effects without wide inputs, None if the learner does not use them.
+    """
+    ramps, last = outline["ramps"], inputs.trunk_column
+    nothing = double(zeros((z.shape[0],), z))
+
+    def head_inputs(user: Mapping[str, Array], z: Array) -> Array:
+        predicted = zeros((z.shape[0],), z)
+        if inputs.trunk:
+            codes = ramps.values(z) if ramps else z
+            predicted = trunk_prediction(outline["layers"], codes, user["user_offset"])
+        return double(inputs.head_inputs(outline, z, predicted)[:, : last + 1])  # [n, D − r]
+
+    def head(user: Mapping[str, Array]) -> Array:
+        if settings.heads:
+            return double(user["heads"][0, :, -1])
+        trunk_alone = double(zeros((inputs.head_size,), z))
+        trunk_alone[last] = 1
+        return trunk_alone
+
+    w, h = head(own), head_inputs(own, z)
+    first = head_inputs(newborn, z) @ head(newborn)[: last + 1]
+    x, known = h[:, 1 : 1 + inputs.seen], h[:, : 1 + inputs.seen]
+    by_head = zeros(x.shape, x) + w[1 : 1 + inputs.seen]
     if inputs.products:
-        by_head = by_head + through_products(x, head[1 + seen : inputs.trunk_column])
-    gradient = gradient * head[inputs.trunk_column]
-    gradient[:, : inputs.head_inputs_count] += by_head @ outline["directions"].mT if inputs.narrowed else by_head
-    if inputs.wide and settings.arms:
-        gradient += outline["wide_weights"]
-    memory = nothing
-    if settings.memory:
-        memory, _ = memory_correction(known, Slates([rows.shape[0]]), own, outline["gain"], settings.memory_radius)
-    gradient = through_standardizing(gradient, z, outline["scale"])
-    return Contributions.of(gradient, raw, intercept=nothing + head[0], memory=memory)
+        by_head = by_head + through_products(x, w[1 + inputs.seen : last])
+    gradient = double(zeros(z.shape, z))  # ∂mean/∂z
+    if inputs.trunk:
+        delta = through_layers(outline["layers"], ramps.values(z) if ramps else z, own["user_offset"])
+        gradient = gradient + w[last] * double(ramps.gradient(z, delta) if ramps else delta)
+    through = by_head @ double(outline["directions"]).mT if inputs.narrowed else by_head
+    gradient[:, : inputs.head_inputs_count] += through
+    shared, arm, taste, memory = first, nothing, nothing, nothing
+    if arms is not None:
+        arm, taste = double(arms.effects), double(arms.factors) @ w[last + 1 :]
+        if inputs.wide:
+            wide = double(outline["wide_weights"])
+            shared, gradient = shared + double(z) @ wide, gradient + wide
+    if settings.heads and settings.memory:
+        memory, _ = memory_correction(known, Slates([z.shape[0]]), own, outline["gain"], settings.memory_radius)
+    return Contributions(
+        columns=gradient * double(z),
+        intercept=nothing + head_inputs(own, zeros((1, z.shape[1]), z)) @ w[: last + 1],
+        shared=shared,
+        user=h @ w[: last + 1] - first,
+        arm=arm,
+        taste=taste,
+        memory=memory,
+    )
 
 
 def through_products(x: Array, weight: Array) -> Array:

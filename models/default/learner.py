@@ -26,7 +26,6 @@ from torch import Tensor
 from metaban.models.default.arms import (
     FACTORS,
     FACTORS_FROM_EVENTS,
-    OF_ARMS,
     ArmEffects,
     ArmSamples,
     HeadSamples,
@@ -124,7 +123,7 @@ class PosteriorLearner(Learner):
     """Posterior heads on a shared trunk."""
 
     supports_numpy = True
-    of_arms = OF_ARMS
+    growing = frozenset({"arm_keys", "arm_effects", "arm_variances", "arm_factors"})
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class PosteriorLearner(Learner):
         self.starts = WarmStartPrior(self.inputs, inputs)
         self.start_size = self.starts.size
         #: Numbers of the user embedding: the user's head without its coefficients of p and of factors.
-        self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk else 0
+        self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk_useful else 0
         #: The notes of an arm end with the summary of its slate.
         self.slate_from = EMBEDDED + self.embedded
         self.noted = self.slate_from + self.inputs.slate_numbers
@@ -350,22 +349,30 @@ class PosteriorLearner(Learner):
 
     def _encoded(self, outline: Any, query: Query) -> tuple[Array, Array, Array]:
         """Slate summaries, standardised arms [N, d] and the trunk's predictions [N]."""
-        slate = slate_summary(query.arms, query.slates) if self.inputs.removes_common else query.arms[:, :0]
-        z = self.inputs.standardized(outline, query.arms, slate)
+        slate, z = self._standardized(outline, query)
         if not self.inputs.trunk:
             return slate, z, library_of(z).zeros_like(z[:, 0])
         ramps, user_offset = outline["ramps"], query.slates.spread(query.own["user_offset"])
         return slate, z, trunk_prediction(outline["layers"], ramps.values(z) if ramps else z, user_offset)
+
+    def _standardized(self, outline: Any, query: Query) -> tuple[Array, Array]:
+        """Slate summaries and standardised arms [N, d]."""
+        slate = slate_summary(query.arms, query.slates) if self.inputs.removes_common else query.arms[:, :0]
+        return slate, self.inputs.standardized(outline, query.arms, slate)
 
     def _arms(self, outline: Any, query: Query, like: Array) -> QueryArms | None:
         """What is known of the arms of a query; None when they have no ids."""
         if not self.settings.arms or (query.arm_keys is None and not self.inputs.wide):
             return None
         keys = zeros((like.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys
-        arms = QueryArms(*(cast(values, like) for values in outline["arms"].of(keys)))
+        arms = self._arms_alone(outline, keys, like)
         if self.inputs.wide:
             arms.effects = arms.effects + like @ outline["wide_weights"]
         return arms
+
+    def _arms_alone(self, outline: Any, keys: Array, like: Array) -> QueryArms:
+        """What is known of the arms with these keys, without the part of wide inputs."""
+        return QueryArms(*(cast(values, like) for values in outline["arms"].of(keys)))
 
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
         _, z, predicted = self._encoded(outline, query)
@@ -387,8 +394,16 @@ class PosteriorLearner(Learner):
     def contributions(
         self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
     ) -> Contributions:
-        _, z, predicted = self._encoded(outline, query)
-        return posterior_contributions(self.settings, self.inputs, outline, query, rows, z[rows], predicted[rows])
+        z = self._standardized(outline, query)[1][rows]
+        newborn = self.prepare_users(outline, self.warm_started(outline, zeros((1, 0), outline["prior_mean"])))
+        arms = None
+        if self.settings.heads and self.settings.arms:
+            keys = zeros(rows.shape, query.own_row) if query.arm_keys is None else query.arm_keys[rows]
+            arms = self._arms_alone(outline, keys, z)
+        return posterior_contributions(self.settings, self.inputs, outline, query.own, newborn, z, arms)
+
+    def looks(self, outline: Any, places: Array) -> Array:
+        return looks_at(outline["arm_looks"], places)
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         wait = max(self.settings.epoch_events, int(self.settings.epoch_growth * total_events))

@@ -23,10 +23,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from metaban.models.explaining import Agreement, Contributions, through_standardizing, through_unit, without_own_row
+from metaban.models.explaining import Agreement, Contributions, without_own_row
 from metaban.models.learner import Learner, Query, Scores, State, UserBatch
 from metaban.models.metaban.posterior_bonus import fitted_root, initial_root, posterior_deviation
-from metaban.models.numerics.arrays import Arrays
+from metaban.models.numerics.arrays import Arrays, double
 from metaban.models.numerics.bias_free_net import (
     Shape,
     factor_distance,
@@ -152,25 +152,37 @@ class MetaBanLearner(Learner):
         return near
 
     @abstractmethod
+    def unadapted(self, outline: State) -> Tensor:
+        """The meta-learner Θ [p] before it is adapted to a group."""
+
+    @abstractmethod
     def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
         """The networks Θ [n, p] that score n arms of one request, given their groups, bool [n, P]."""
 
     def contributions(
         self, outline: State, pool: Arrays, query: Query, rows: Tensor, agreement: Agreement
     ) -> Contributions:
-        raw = query.arms[rows]
-        arms, size = self.inputs(outline, raw), max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
-        parts = zip(torch.split(arms, size), torch.split(agreement.members, size), strict=True)
-        gradient = torch.cat(
-            [input_gradient(self.shape, self.adapted(outline, pool, query, members), x) for x, members in parts]
+        """As in `Learner`; `user` is what the adaptation to the user and their group changes.
+
+        Columns are of the network's own input, of fixed length: a network without biases is the sum of its terms.
+        """
+        x, size = self.inputs(outline, query.arms[rows]), max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        means, gradients = [], []
+        for arms, members in zip(torch.split(x, size), torch.split(agreement.members, size), strict=True):
+            theta = self.adapted(outline, pool, query, members)
+            means.append(forward(self.shape, theta, arms.unsqueeze(1)).squeeze(1))
+            gradients.append(input_gradient(self.shape, theta, arms))
+        shared = double(forward(self.shape, self.unadapted(outline).unsqueeze(0), x.unsqueeze(0)).squeeze(0))
+        nothing = torch.zeros_like(shared)
+        return Contributions(
+            columns=double(torch.cat(gradients)) * double(x),
+            intercept=nothing,
+            shared=shared,
+            user=double(torch.cat(means)) - shared,
+            arm=nothing,
+            taste=nothing,
+            memory=nothing,
         )
-        settings, nothing = self.settings, torch.zeros_like(raw[:, 0])
-        x = standardize(raw, outline["mean"], outline["scale"]) if settings.standardize else raw
-        if settings.input_norm:
-            gradient = through_unit(gradient * settings.input_norm, x)
-        if settings.standardize:
-            gradient = through_standardizing(gradient, x, outline["scale"])
-        return Contributions.of(gradient, raw, intercept=nothing, memory=nothing)
 
     def draws(self, query: Query, mean: Tensor, sigma: Tensor) -> Tensor | None:
         """Posterior draws [N, M] if requested; independent, because Meta-Ban has no joint posterior."""
@@ -281,6 +293,9 @@ class PaperLearner(MetaBanLearner):
             total = total / samples.unsqueeze(-1)
         adapted: Tensor = shared["theta0"] - step * total
         return adapted
+
+    def unadapted(self, outline: State) -> Tensor:
+        return outline["theta0"]
 
     def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
         request = torch.zeros_like(members[:, :1].sum(-1))  # [n]

@@ -101,6 +101,9 @@ class PooledLearner(MetaBanLearner):
     def members(self, near: Tensor) -> Tensor:
         return near.any(0).expand_as(near)
 
+    def unadapted(self, outline: State) -> Tensor:
+        return outline["theta"]
+
     def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
         return self.adapt_meta(outline, pool, query, members[:1]).expand(members.shape[0], -1)
 

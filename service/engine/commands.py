@@ -61,7 +61,7 @@ class RecommendCommand:
 @final
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one feature adds to a mean, with the value the client sent."""
+    """What one feature adds to the mean of an average arm, with the value the client sent."""
 
     feature: str
     value: float
@@ -73,7 +73,8 @@ class Contribution:
 class Explanation:
     """Why an arm has its score: who agrees on it, and the parts of its mean.
 
-    The contributions, intercept, memory and other add up to the mean.
+    shared + user + arm + taste + memory = mean, up to rounding. Of these, shared + user is split by features:
+    contributions + absent + intercept + other.
     """
 
     group_size: int
@@ -87,9 +88,19 @@ class Explanation:
     bonus: float
     #: Posterior standard deviation of the mean.
     sigma: float
-    contributions: tuple[Contribution, ...]
-    intercept: float
+    #: How often the place of the arm is looked at, relative to the first; times the mean, its expected reward there.
+    looks: float
+    #: From the features, for a user without rewards.
+    shared: float
+    #: From the features, by what this user's rewards change.
+    user: float
+    arm: float
+    taste: float
     memory: float
+    contributions: tuple[Contribution, ...]
+    #: Of features that the arm and the context do not have.
+    absent: float
+    intercept: float
     other: float
 
 

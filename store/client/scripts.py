@@ -48,6 +48,7 @@ ScriptName: TypeAlias = Literal[
     "restore",
     "retract",
     "search",
+    "server",
     "share",
     "status",
     "strike",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, final
 
-from metaban.store.client.connection import Store, block_arguments, command, entries_by_key, reads_together
+from metaban.store.client.connection import Store, as_text, block_arguments, entries_by_key, pipeline, reads_together
+from metaban.store.client.scripts import load_script
 from metaban.store.keys import NamespaceKeys
 from metaban.store.users.records import UpdateEntry
 
@@ -16,12 +18,26 @@ EPOCHS: Final = "epochs"
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class NewLines:
+    """What one read of several logs returned."""
+
+    #: Id of the running server that answered, see `NamespaceLogs.server`.
+    server: str
+    #: Lines after the cursors of update logs.
+    updates: dict[int, list[UpdateEntry]]
+    #: Cursor of the newest epoch published after the given one.
+    published: str | None
+
+
+@final
 class NamespaceLogs:
     """The logs of one namespace."""
 
     def __init__(self, redis: Store, keys: NamespaceKeys) -> None:
         self._redis = redis
         self._keys = keys
+        self._server = load_script(redis, "server")
 
     @property
     def groups(self) -> list[list[Log]]:
@@ -29,25 +45,32 @@ class NamespaceLogs:
         logs: list[Log] = [EPOCHS, *range(self._keys.partitions)]
         return [logs] if reads_together(self._redis) else [[log] for log in logs]
 
-    async def read(
-        self, cursors: Mapping[Log, str], *, block_ms: int, count: int
-    ) -> tuple[dict[int, list[UpdateEntry]], str | None]:
-        """Lines after the cursors of update logs, and the cursor of the newest epoch published after the given one.
+    async def server(self, logs: Sequence[Log]) -> str:
+        """Id of the running server that has these logs.
 
-        At most `count` lines of each log. Waits at most `block_ms`, and less than the socket time-out.
+        As long as it is the same, the logs were only continued. After a restart it is another one.
+        """
+        return as_text(await self._server.call([self._key(logs[0])], []))
+
+    async def read(self, cursors: Mapping[Log, str], *, block_ms: int, count: int) -> NewLines:
+        """Lines after the cursors, at most `count` of each log.
+
+        Waits at most `block_ms`, and less than the socket time-out.
         """
         keys = {self._key(log): log for log in cursors}
         wait = block_arguments(self._redis, block_ms)
-        reply = await command(self._redis, "XREAD", "COUNT", count, *wait, "STREAMS", *keys, *cursors.values())
-        lines: dict[int, list[UpdateEntry]] = {}
+        lines = ("XREAD", "COUNT", count, *wait, "STREAMS", *keys, *cursors.values())
+        # The id comes last: if another server takes over between the two commands, it is not that of the lines' server.
+        reply, server = await pipeline(self._redis, [lines, self._server.inline([next(iter(keys))], [])])
+        updates: dict[int, list[UpdateEntry]] = {}
         published: str | None = None
         for key, entries in entries_by_key(reply).items():
             log = keys[key]
             if log == EPOCHS:
                 published = entries[-1][0]
             else:
-                lines[log] = [UpdateEntry.decode(entry_id, fields) for entry_id, fields in entries]
-        return lines, published
+                updates[log] = [UpdateEntry.decode(entry_id, fields) for entry_id, fields in entries]
+        return NewLines(as_text(server), updates, published)
 
     def _key(self, log: Log) -> str:
         return self._keys.epoch_log if log == EPOCHS else self._keys.update_log(log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import inspect
 import logging
@@ -17,6 +18,7 @@ from metaban.client import (
     ApiError,
     Ask,
     Conflict,
+    Contribution,
     Decision,
     FieldError,
     Forbidden,
@@ -32,6 +34,7 @@ from metaban.client import (
     UnexpectedAnswer,
     clients,
 )
+from metaban.service.http.schemas.recommend import EXPLANATION_EXAMPLE
 from tests.client.scripted_server import ARMS, DECISION, HANG_UP, ITEM, KEY, OK, PROBLEM, Answer, ScriptedServer, ask
 
 
@@ -146,9 +149,30 @@ def test_unknown_members_of_answers_are_ignored() -> None:
         assert ask(server).user_version is None
 
 
+def test_explanations() -> None:
+    told = {**EXPLANATION_EXAMPLE, "novelty": 1}
+    answer = {**DECISION, "items": [{**ITEM, "explanation": told}]}
+    with ScriptedServer([Answer(200, answer)]) as server:
+        explanation = ask(server).items[0].explanation
+    assert explanation is not None
+    assert dataclasses.asdict(explanation) | {"contributions": told["contributions"], "novelty": 1} == told
+    assert explanation.contributions[0] == Contribution("kind=tea", 1.0, 0.027)
+    older = {name: told[name] for name in told if name not in ("looks", "shared", "user", "arm", "taste", "absent")}
+    answers = [{**DECISION, "items": [{**ITEM, "explanation": each}]} for each in (older, None)]
+    with ScriptedServer([Answer(200, each) for each in answers]) as server:
+        before = ask(server).items[0].explanation
+        assert ask(server).items[0].explanation is None
+    assert before is not None
+    assert (before.memory, before.shared, before.looks) == (explanation.memory, None, None)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        (
+            {**DECISION, "items": [{**ITEM, "explanation": {**EXPLANATION_EXAMPLE, "arm": "much"}}]},
+            r"`items\[0\].explanation.arm` of the answer is not of type float",
+        ),
         ({**DECISION, "items": [{**ITEM, "score": "high"}]}, r"`items\[0\].score` of the answer is not of type float"),
         ({**DECISION, "items": [{name: ITEM[name] for name in ITEM if name != "mean"}]}, r"no `items\[0\].mean`"),
         ({**DECISION, "model_version": True}, "`model_version` of the answer is not of type int"),

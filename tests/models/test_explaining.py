@@ -1,8 +1,9 @@
-"""Contributions against central differences of the learners' means; members against group sizes."""
+"""Contributions against central differences of means, blocks against means, members against group sizes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,28 +12,32 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from metaban.models.default.arms import FACTORS
 from metaban.models.default.contributions import through_layers
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.scoring import trunk_prediction
+from metaban.models.default.slate_effects import slate_summary
 from metaban.models.default.trunk import Trunk
-from metaban.models.explaining import Agreement, Contributions, through_unit
-from metaban.models.learner import Learner, Query, Scores
+from metaban.models.explaining import Agreement, Contributions
+from metaban.models.learner import Learner, Query, Scores, arm_key
 from metaban.models.metaban.paper import MetaBanLearner, PaperLearner
 from metaban.models.metaban.pooled import PooledLearner
 from metaban.models.numerics.arrays import Arrays, as_arrays
+from metaban.models.numerics.bias_free_net import forward
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import named_settings
 from tests.models.default_worlds import (
     WIDE,
     Scene,
+    batch_of,
     fitted,
     generator_of,
     grouped_epoch,
     kinds,
     query_of,
+    random_history,
     scenes,
     small,
-    with_common_part,
 )
 from tests.models.properties import PROPERTY
 from tests.models.worlds import World, pool_of, worlds
@@ -43,12 +48,24 @@ from tests.models.worlds import shared_of as paper_shared
 #: Of a central difference in float64; its own error is of order STEP².
 STEP, TOLERANCE = 1e-6, 1e-6
 
+#: Settings and sizes of `catalogue_request`. In `context`, two of five inputs describe the arm: heads see those.
+WORLDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "context": {**WIDE, "inputs": 5, "arm_inputs": 2},
+    "wide": WIDE,
+    "linear": {"trunk": False, "products_max": 0},
+    "no-codes": {"bins": 0},
+    "no-heads": {"heads": False},
+    "no-arms": {"arms": False},
+    "no-groups": {"groups": False},
+}
+
 
 class ExplainedRequest:
     """One request to a learner with its pool, and the scores."""
 
     def __init__(self, learner: Learner, shared: Any, pool: Arrays, query: Query) -> None:
-        self.learner, self.pool = learner, pool
+        self.learner, self.pool, self.shared = learner, pool, shared
         self.outline = learner.prepare_epoch(shared)
         self.query = replace(query, own=learner.prepare_users(self.outline, dict(query.own)))
 
@@ -99,13 +116,25 @@ def requests_in(world: World) -> list[ExplainedRequest]:
     return each_alone(learner, shared, pool_of(world, learner, shared, states), paper_query(world, learner, states))
 
 
+def check_blocks(asked: ExplainedRequest) -> None:
+    """Blocks add up to the means."""
+    mean = asked.scores().mean
+    _, parts = asked.explained([*range(mean.shape[0])])
+    torch.testing.assert_close(parts.blocks(), mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(parts.rest(mean), parts.shared + parts.user - parts.intercept - parts.columns.sum(-1))
+
+
 def check_contributions(asked: ExplainedRequest, *, keep_mean: bool = False) -> None:
-    """Each column's contribution is its value times the derivative of the learner's mean.
+    """Each column's contribution is the derivative of the learner's mean times the distance to the column's mean.
 
     With `keep_mean` another arm moves the other way, so that the mean of the slate stays the same.
     """
-    arms = asked.query.arms
+    arms, learner = asked.query.arms, asked.learner
     count, inputs = arms.shape
+    distance = arms
+    if isinstance(learner, PosteriorLearner):
+        slate = slate_summary(arms, asked.query.slates)
+        distance = learner.inputs.standardized(asked.outline, arms, slate) * asked.outline["scale"]
     for row in range(count):
         if keep_mean and count == 1:
             continue
@@ -117,8 +146,9 @@ def check_contributions(asked: ExplainedRequest, *, keep_mean: bool = False) -> 
             if keep_mean:
                 step[(row + 1) % count, column] = -STEP
             slopes[column] = (asked.steady_mean(row, arms + step) - asked.steady_mean(row, arms - step)) / (2 * STEP)
-        largest = 1 + float((slopes * arms[row]).abs().max())
-        torch.testing.assert_close(parts.columns[0], slopes * arms[row], rtol=0, atol=TOLERANCE * largest)
+        expected = slopes * distance[row]
+        largest = 1 + float(expected.abs().max())
+        torch.testing.assert_close(parts.columns[0], expected, rtol=0, atol=TOLERANCE * largest)
 
 
 def check_group_sizes(asked: ExplainedRequest) -> None:
@@ -145,12 +175,14 @@ class TestDefault:
     def test_gradients(self, scene: Scene) -> None:
         for asked in requests_of(scene):
             check_contributions(asked, keep_mean=asked.learner.inputs.removes_common)
+            check_blocks(asked)
 
     @PROPERTY
     @given(scenes(wide=True))
     def test_gradients_of_wide_inputs(self, scene: Scene) -> None:
         for asked in requests_of(scene):
             check_contributions(asked, keep_mean=True)
+            check_blocks(asked)
 
     @PROPERTY
     @given(scenes())
@@ -169,6 +201,91 @@ class TestDefault:
         torch.testing.assert_close(parts.intercept, head[:1].expand(2))
         torch.testing.assert_close(parts.rest(asked.scores().mean[:2]), torch.zeros(2, dtype=torch.float64))
 
+    @pytest.mark.parametrize("epochs", [0, 1, 3])
+    @pytest.mark.parametrize("ids", [True, False], ids=["ids", "no-ids"])
+    @pytest.mark.parametrize("world", WORLDS)
+    def test_blocks_and_gradients_of_a_catalogue(self, world: str, ids: bool, epochs: int) -> None:
+        asked = catalogue_request(world, ids=ids, epochs=epochs, gain=1.0)
+        check_blocks(asked)
+        check_contributions(asked, keep_mean=asked.learner.inputs.removes_common)
+        _, parts = asked.explained([0, 1, 2, 3])
+        learns_arms = ids and epochs and world not in ("no-heads", "no-arms")
+        assert bool((parts.arm != 0).any()) == bool(learns_arms)
+        assert bool((parts.taste != 0).any()) == bool(learns_arms and epochs == 3), "factors begin with 1,024 events"
+
+    def test_blocks_are_those_of_the_definition(self) -> None:
+        """shared = w₀ᵀh₀ + βᵀz, arm = b, taste = pᵀq, for a learner without a trunk and with all trust in heads."""
+        asked = catalogue_request("context", ids=True, epochs=3, trust=1.0, guard=0.0)
+        inputs, outline, query = asked.learner.inputs, asked.outline, asked.query
+        z = inputs.standardized(outline, query.arms, query.arms[:, :0])
+        h = inputs.head_inputs(outline, z, torch.zeros(4, dtype=torch.float64))
+        effects, _, factors = outline["arms"].of(query.arm_keys)
+        wide = inputs.wide_inputs(outline, z) @ outline["arm_wide"]
+        assert wide.abs().max() > 1e-3
+        _, parts = asked.explained([0, 1, 2, 3])
+        torch.testing.assert_close(parts.shared, h @ outline["prior_mean"] + wide)
+        torch.testing.assert_close(parts.user, h @ (query.own["heads"][0, :, -1] - outline["prior_mean"]))
+        torch.testing.assert_close(parts.arm, effects)
+        torch.testing.assert_close(parts.taste, factors @ query.own["heads"][0, -FACTORS:, -1])
+
+    @pytest.mark.parametrize("changes", [{"trust": 1.0}, {"trust": 0.3}, {"guard": 1.0}], ids=str)
+    @pytest.mark.parametrize("world", WORLDS)
+    def test_a_user_without_rewards_adds_nothing(self, world: str, changes: dict[str, float]) -> None:
+        asked = catalogue_request(world, ids=True, epochs=3, new_user=True, **changes)
+        check_blocks(asked)
+        _, parts = asked.explained([0, 1, 2, 3])
+        torch.testing.assert_close(parts.user, torch.zeros_like(parts.user))
+        assert (parts.memory == 0).all()
+
+    def test_the_effect_of_an_arm(self) -> None:
+        """The first arm earns 0.8 more than its inputs say, from every user."""
+        asked = catalogue_request("plain", ids=True, epochs=3, bonus=0.8)
+        _, parts = asked.explained([0, 1, 2, 3])
+        assert parts.arm[0] > 0.5
+        assert parts.arm[1:].max() < 0.2
+        for other in (parts.taste, parts.memory, parts.user):
+            assert other[0].abs() < parts.arm[0]
+
+    @pytest.mark.parametrize("world", WORLDS)
+    def test_a_constant_column_contributes_nothing(self, world: str) -> None:
+        asked = catalogue_request(world, ids=True, epochs=3, constant=1972.0)
+        _, parts = asked.explained([0, 1, 2, 3])
+        assert (asked.query.arms[:, 1] == 1972).all()
+        assert parts.columns[:, 1].abs().max() < 1e-9
+        assert parts.columns[:, 0].abs().max() > 1e-6
+
+    def test_a_column_with_a_large_mean(self) -> None:
+        """A year moves the mean by how far it is from the average year; the intercept is no counterweight."""
+        learner = PosteriorLearner(small(trunk=False, products_max=0), 3, torch.float64)
+        shared = learner.initial_shared()
+        shared |= {"mean": torch.tensor([1990.0, 0, 0]).double(), "scale": torch.tensor([10.0, 1, 1]).double()}
+        shared["prior_mean"][:4] = torch.tensor([0.2, 0.1, 0.0, 0.0])
+        state = {name: value.unsqueeze(0) for name, value in learner.initial_user(shared).items()}
+        arms = torch.tensor([[1972.0, 0, 0], [1990.0, 0, 0]]).double()
+        query = Query(arms, Slates([2]), state, torch.tensor([-1]), torch.tensor([0]))
+        asked = ExplainedRequest(learner, shared, fitted(learner, shared, []), query)
+        _, parts = asked.explained([0, 1])
+        torch.testing.assert_close(parts.columns[:, 0], torch.tensor([-0.18, 0.0]).double())
+        torch.testing.assert_close(parts.intercept, torch.tensor([0.2, 0.2]).double())
+        torch.testing.assert_close(parts.rest(asked.scores().mean), torch.zeros(2).double())
+
+    def test_an_input_beyond_ten_deviations_counts_as_ten(self) -> None:
+        learner = PosteriorLearner(small(trunk=False, products_max=0, memory=False), 3, torch.float64)
+        shared = learner.initial_shared()
+        shared["prior_mean"][1] = 0.1
+        asked = one_request(learner, shared, seed=3)
+        far = asked.query.arms.clone()
+        far[0, 0] = 1e6
+        _, parts = asked.explained([0], far)
+        torch.testing.assert_close(parts.columns[0, 0], 10 * asked.query.own["heads"][0, 1, -1])
+
+    def test_looks_of_places(self) -> None:
+        asked = catalogue_request("plain", ids=True, epochs=3)
+        looks = asked.learner.looks(asked.outline, torch.tensor([0, 1, 15, 99]))
+        assert looks.tolist() == asked.outline["arm_looks"][[0, 1, 15, 15]].tolist()
+        assert looks[0] == 1
+        assert 0 < looks[1] < 1, "rewards at the second place are half of those at the first"
+
     def test_the_memory_is_the_difference_to_a_learner_without_one(self) -> None:
         chosen = {"memory_samples": 4, "memory_radius": 1.0}
         learner = PosteriorLearner(small(**chosen), 3, torch.float64)
@@ -181,15 +298,11 @@ class TestDefault:
         torch.testing.assert_close(parts.memory, asked.scores().mean - forgetful.scores().mean)
         assert (forgetful.explained([0, 1, 2])[1].memory == 0).all()
 
-    @pytest.mark.parametrize("changes", [{}, {"bins": 0}, {"heads": False}, {"trunk": False}, WIDE], ids=str)
+    @pytest.mark.parametrize("world", WORLDS)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_numpy_equals_torch(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
-        learner = PosteriorLearner(small(**changes), 3, dtype)
-        shared = with_common_part(
-            learner, grouped_epoch(learner, kinds(learner, 6, 6, generator_of(1))), generator_of(2)
-        )
-        asked = one_request(learner, shared, seed=5)
-        rows = [2, 0]
+    def test_numpy_equals_torch(self, world: str, dtype: torch.dtype) -> None:
+        asked = catalogue_request(world, ids=True, epochs=3, dtype=dtype)
+        learner, shared, rows = asked.learner, asked.shared, [2, 0]
         agreement, parts = asked.explained(rows)
         outline, query = learner.prepare_epoch(shared, as_numpy=True), asked.query
         plain = replace(
@@ -197,6 +310,7 @@ class TestDefault:
             arms=query.arms.numpy(),
             own={name: value.numpy() for name, value in query.own.items()},
             own_row=query.own_row.numpy(),
+            arm_keys=query.arm_keys.numpy(),
         )
         pool, places = as_arrays(asked.pool), np.array(rows)
         agreed = learner.agreement(outline, pool, plain, places)
@@ -206,7 +320,7 @@ class TestDefault:
             np.testing.assert_allclose(getattr(agreed, name), getattr(agreement, name).numpy(), **close)
         assert (agreed.members == agreement.members.numpy()).all()
         assert agreed.group_size.tolist() == learner.score_prepared(outline, pool, plain).group_size[places].tolist()
-        for name in ("columns", "intercept", "memory"):
+        for name in (each.name for each in fields(Contributions)):
             value = getattr(found, name)
             assert value.dtype == np.float64
             np.testing.assert_allclose(value, getattr(parts, name).numpy(), **close)
@@ -220,26 +334,103 @@ def one_request(learner: PosteriorLearner, shared: Any, *, seed: int) -> Explain
     return ExplainedRequest(learner, shared, fitted(learner, shared, people), query_of(scene, learner, shared))
 
 
+def catalogue_request(
+    name: str,
+    *,
+    ids: bool,
+    epochs: int,
+    dtype: torch.dtype = torch.float64,
+    bonus: float = 0.0,
+    constant: float | None = None,
+    new_user: bool = False,
+    **changes: float,
+) -> ExplainedRequest:
+    """Four arms of a catalogue of 24, after so many epochs of twelve users with two kinds of tastes for its arms.
+
+    The first arm earns `bonus` more. Rewards at the second place are half of those at the first. Column 1 may be
+    constant; `changes` replaces single numbers of the shared state.
+    """
+    world, generator, items, samples = dict(WORLDS[name]), generator_of(7), 24, 48
+    inputs, arm_inputs = world.pop("inputs", 3), world.pop("arm_inputs", None)
+    learner = PosteriorLearner(small(**world), inputs, dtype, arm_inputs=arm_inputs)
+    catalogue = torch.randn(items, inputs, generator=generator, dtype=torch.float64)
+    keys = torch.tensor([arm_key(f"arm {number}") for number in range(items)])
+    opinions = torch.randn(items, generator=generator, dtype=torch.float64)
+    people, shown, places = [], [], torch.arange(samples) % 2
+    for user in range(12):
+        person, arms = (
+            random_history(learner, samples, generator),
+            torch.randint(items, (samples,), generator=generator),
+        )
+        described = catalogue.shape[1] if arm_inputs is None else arm_inputs  # the rest is the context
+        person.features[:, :described] = catalogue[arms, :described]
+        if constant is not None:
+            person.features[:, 1] = constant
+        likes = 0.2 * opinions[arms] * (1 if user % 2 else -1)
+        earned = 0.3 + 0.1 * person.features[:, 0] + 0.1 * person.features[:, -1] + likes + bonus * (arms == 0)
+        noise = 0.3 * torch.randn(samples, generator=generator, dtype=torch.float64)
+        person.rewards = earned * torch.where(places == 0, 1.0, 0.5) + noise
+        if learner.inputs.removes_common:
+            learner.slate_notes(person.phi)[:, 1:] = person.features
+        people.append(person)
+        shown.append(arms)
+    chosen = torch.stack(shown)
+    batch = replace(
+        batch_of(people, dtype),
+        arm_keys=keys[chosen] if ids else torch.zeros_like(chosen),
+        places=places.expand(chosen.shape),
+    )
+    shared, events = learner.initial_shared(), [0, 512, 1024, 2048]
+    for before, after in pairwise(events[: epochs + 1]):
+        shared = learner.derive(shared, [batch], before, after)
+    shared |= {name: torch.full_like(shared[name], value) for name, value in changes.items()}
+    initial = {name: value.expand(12, *value.shape) for name, value in learner.initial_user(shared).items()}
+    pool = learner.fit(shared, batch, initial)
+    # Not quite the arms of the samples: codes have their kinks there.
+    arms = catalogue[:4] + 0.01 * torch.randn(4, inputs, generator=generator, dtype=torch.float64)
+    if constant is not None:
+        arms[:, 1] = constant
+    query = Query(
+        arms=arms.to(dtype),
+        slates=Slates([4]),
+        own={name: (initial if new_user else pool)[name][3:4] for name in pool},
+        own_row=torch.tensor([-1 if new_user else 3]),
+        own_events=torch.tensor([0 if new_user else samples]),
+        arm_keys=keys[:4] if ids else None,
+    )
+    return ExplainedRequest(learner, shared, pool, query)
+
+
 class TestPaper:
     @PROPERTY
     @given(worlds())
     def test_gradients_and_groups(self, world: World) -> None:
         for asked in requests_in(world):
             check_group_sizes(asked)
-            check_contributions(asked)
+            check_terms(asked)
 
     @pytest.mark.parametrize("preset", ["paper", "pooled"])
     @pytest.mark.parametrize("changes", [{}, {"depth": 4}, {"input_norm": 0.0}, {"standardize": False}], ids=str)
     def test_both_presets(self, preset: str, changes: dict[str, Any]) -> None:
         asked = neural_request(preset, **changes)
         check_group_sizes(asked)
-        check_contributions(asked)
+        check_terms(asked)
+        _, parts = asked.explained([0, 1, 2, 3])
+        assert (parts.user != 0).any()
+        assert asked.learner.looks(asked.outline, torch.tensor([0, 5])).tolist() == [1, 1]
 
-    def test_contributions_of_a_bias_free_network_sum_to_its_output(self) -> None:
-        asked = neural_request("paper", input_norm=0.0, standardize=False)
-        _, parts = asked.explained([0, 1])
-        rest = parts.rest(asked.scores().mean[:2])
-        torch.testing.assert_close(rest, torch.zeros_like(rest))
+    @pytest.mark.parametrize("preset", ["paper", "pooled"])
+    def test_gradients_of_inputs_that_are_not_scaled(self, preset: str) -> None:
+        check_contributions(neural_request(preset, input_norm=0.0, standardize=False))
+
+    @pytest.mark.parametrize("preset", ["paper", "pooled"])
+    def test_a_column_at_its_mean_contributes_nothing(self, preset: str) -> None:
+        asked = neural_request(preset)
+        arms = asked.query.arms.clone()
+        arms[:, 1] = asked.outline["mean"][1]
+        _, parts = asked.explained([0, 1, 2, 3], arms)
+        assert (parts.columns[:, 1] == 0).all()
+        assert (parts.columns[:, 0] != 0).all()
 
     @pytest.mark.parametrize("preset", ["paper", "pooled"])
     def test_in_chunks(self, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +445,19 @@ class TestPaper:
         nothing = torch.zeros_like(asked.query.arms)
         _, parts = asked.explained([0], nothing)
         assert (parts.columns == 0).all()
+
+
+def check_terms(asked: ExplainedRequest) -> None:
+    """Blocks add up to the means, and so do columns: derivatives of the network times its inputs."""
+    check_blocks(asked)
+    learner, count = asked.learner, asked.query.arms.shape[0]
+    assert isinstance(learner, MetaBanLearner)
+    agreement, parts = asked.explained([*range(count)])
+    torch.testing.assert_close(parts.rest(asked.scores().mean), torch.zeros(count, dtype=torch.float64))
+    x = learner.inputs(asked.outline, asked.query.arms).requires_grad_()
+    theta = learner.adapted(asked.outline, asked.pool, asked.query, agreement.members)
+    forward(learner.shape, theta, x.unsqueeze(1)).sum().backward()
+    torch.testing.assert_close(parts.columns, x.grad * x.detach())
 
 
 def neural_request(preset: str, **changes: Any) -> ExplainedRequest:
@@ -300,11 +504,3 @@ def test_gradients_through_a_trunk_equal_autograd() -> None:
     torch.testing.assert_close(
         trunk_prediction(turned, x.detach(), offset.flatten()), hidden.detach().sum(0).squeeze(-1)
     )
-
-
-def test_through_unit_of_huge_and_tiny_numbers() -> None:
-    x = torch.tensor([[3e200, 4e200], [3e-200, 4e-200], [0.0, 0.0]], dtype=torch.float64)
-    gradient = torch.tensor([[1.0, 0.0]] * 3, dtype=torch.float64)
-    found = through_unit(gradient, x) * x
-    torch.testing.assert_close(found[:2], torch.tensor([[0.384, -0.384]] * 2, dtype=torch.float64))
-    assert (found[2] == 0).all()

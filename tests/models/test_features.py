@@ -237,6 +237,23 @@ class TestNames:
         few = {"a": 1.0, "b": "x"}
         assert [name for name, _ in InputNames(layout, None).of(few, [0])] == ["a | b=x"]
 
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(named.filter(bool), named.filter(bool), st.sampled_from([1, 3, 32]))
+    def test_columns_of_absent_features_are_0(self, arm: dict[str, Any], context: dict[str, Any], places: int) -> None:
+        layout = infer([arm], context, products=True, intercept=True, hash_dimension=places)
+        names, [row] = InputNames(layout, context), assemble(layout, [arm], context)
+        present = names.present(arm)
+        assert present.shape == (layout.dimension - 1,)
+        assert (row[:-1][~present] == 0).all()
+        arms, contexts, products = np.split(present, [places, 2 * places])
+        assert 1 <= arms.sum() <= len(arm)
+        assert 1 <= contexts.sum() <= len(context)
+        assert (products.reshape(places, places) == np.outer(arms, contexts)).all()
+
+    def test_all_columns_of_lists_are_present(self) -> None:
+        layout = infer([[0, 2]], [0, 4, 5], products=True)
+        assert InputNames(layout, [0, 4, 5]).present([0, 2]).all()
+
 
 # ---------------------------------------------------------------------- profiles
 

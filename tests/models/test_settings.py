@@ -61,7 +61,7 @@ def test_invalid_values_are_refused_by_name(name: str, value: object) -> None:
 )  # fmt: skip
 def test_invalid_values_of_the_default_learner_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        stored_settings({"preset": "default", name: value})
+        named_settings("default", **{name: value})
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -99,6 +99,19 @@ def test_structure_is_what_stored_tensors_depend_on() -> None:
         assert named_settings("paper", **change).structure() != settings.structure()
 
 
+def test_state_of_another_format_is_refused_with_what_to_do() -> None:
+    stored = named_settings("default").to_json()
+    for other in (
+        {**stored, "state_format": 1},
+        {name: value for name, value in stored.items() if name != "state_format"},
+    ):
+        with pytest.raises(
+            ValueError, match=r"format 1, and this version reads format 2\. Use another namespace, or delete"
+        ):
+            stored_settings(other)
+    assert named_settings("paper").to_json()["state_format"] == 1
+
+
 def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> None:
     """A setting that changes a stored tensor's shape, or the meaning of its numbers, belongs to the structure."""
     settings = named_settings("default")
@@ -107,11 +120,11 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"members": 3}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9},
         {"head_inputs_max": 40}, {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0},
-        {"apart": False}, {"trunk": False},
+        {"apart": False},
     ]  # fmt: skip
     for change in changes:
         assert named_settings("default", **change).structure() != settings.structure()
-    assert {name for change in changes for name in change} | {"preset"} == set(settings.structure())
+    assert {name for change in changes for name in change} | {"preset", "state_format"} == set(settings.structure())
 
 
 #: Inputs, and how many of them describe the arm.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 from uuid import uuid4
 
 from metaban.client.codec import (
@@ -91,6 +91,46 @@ class Reward:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one feature adds to the mean, compared with an arm that has the average of it."""
+
+    feature: str
+    value: float
+    contribution: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why an arm has its score.
+
+    `shared`, `user`, `arm`, `taste` and `memory` add up to `mean`. `shared` and `user` together are also split by
+    features: `contributions`, `absent`, `intercept` and `other`.
+    """
+
+    group_size: int
+    pool_size: int
+    agreement: float
+    members_mean: float
+    members_spread: float
+    mean: float
+    bonus: float
+    sigma: float
+    contributions: tuple[Contribution, ...]
+    intercept: float
+    memory: float
+    other: float
+    #: `looks` times `mean` is the expected reward at the arm's rank. The following are None if the service is older.
+    looks: float | None = None
+    shared: float | None = None
+    user: float | None = None
+    arm: float | None = None
+    taste: float | None = None
+    absent: float | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Item:
     """One chosen arm."""
 
@@ -101,7 +141,7 @@ class Item:
     bonus: float
     propensity: float
     group_size: int
-    explanation: Mapping[str, Any] | None = None
+    explanation: Explanation | None = None
 
 
 @final

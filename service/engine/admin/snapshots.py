@@ -106,13 +106,14 @@ class LearnerRecords:
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self._shared = {name: tuple(tensor.shape) for name, tensor in learner.initial_shared().items()}
         self._fields = {name: tuple(shape) for name, shape in learner.fields.items()}
 
     def check_epoch(self, tensors: dict[str, np.ndarray]) -> None:
         """ValueError unless shared state has the learner's names and shapes and is finite."""
-        rows = next((tensors[name].shape[:1] for name in self._learner.of_arms if name in tensors), ())
-        _check(tensors, self._shared | {name: rows + self._shared[name][1:] for name in self._learner.of_arms})
+        wrong = self._learner.misfits({name: tensor.shape for name, tensor in tensors.items()})
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} have the wrong shape, or are missing or unknown")
+        _check_finite(tensors)
 
     def check_state(self, tensors: dict[str, np.ndarray]) -> None:
         """ValueError unless a user's state has the learner's fields and is finite."""
@@ -155,6 +156,10 @@ def _check(tensors: dict[str, np.ndarray], expected: dict[str, tuple[int, ...]])
     if found != expected:
         wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         raise ValueError(f"{', '.join(wrong)} have the wrong shape, or are missing or unknown")
+    _check_finite(tensors)
+
+
+def _check_finite(tensors: dict[str, np.ndarray]) -> None:
     for name, array in tensors.items():
         if not np.isfinite(array).all():
             raise ValueError(f"{name} is not finite")

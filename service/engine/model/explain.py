@@ -26,6 +26,9 @@ from metaban.service.errors import Overloaded
 #: Contributions listed for an arm, the largest.
 CONTRIBUTIONS_LISTED: Final = 10
 
+#: Parts of a mean that add up to it.
+BLOCKS: Final = ("shared", "user", "arm", "taste", "memory")
+
 #: Most requests that wait to be explained; further ones are refused, since each takes a pass of its own.
 EXPLAINING_MAX: Final = 512
 
@@ -71,8 +74,10 @@ class _Parts:
     members_spread: NDArray[np.float64]
     top: NDArray[np.int64]  # [n, 10] columns, the largest contribution first
     columns: NDArray[np.float64]  # [n, 10] their contributions
+    absent: NDArray[np.float64]  # [n] contributions of features that the arm and the context do not have
     intercept: NDArray[np.float64]
-    memory: NDArray[np.float64]
+    blocks: dict[str, NDArray[np.float64]]  # each [n]
+    looks: NDArray[np.float64]
 
 
 @final
@@ -89,7 +94,7 @@ class Explainer:
 
     async def choose(self, request: ExplainRequest, draw: Draw) -> tuple[Chosen, tuple[Explanation, ...]]:
         """Score a request, choose among its arms, and explain the chosen ones."""
-        parts = await self._run(lambda: self._parts(request.asked, draw))
+        parts = await self._run(lambda: self._parts(request, draw))
         return parts.chosen, self._explanations(request, parts)
 
     async def explain(
@@ -99,7 +104,7 @@ class Explainer:
 
         def work() -> _Parts | None:
             [scores] = self._model.score([request.asked])
-            return self._parts(request.asked, lambda _: slate) if is_same_model(scores) else None
+            return self._parts(request, lambda _: slate) if is_same_model(scores) else None
 
         parts = await self._run(work)
         return None if parts is None else self._explanations(request, parts)
@@ -108,8 +113,8 @@ class Explainer:
         """The group of a user on the only arm of a request, with at most `limit` members listed."""
         return await self._run(lambda: self._group(asked, limit))
 
-    def _parts(self, asked: ScoreRequest, draw: Draw) -> _Parts:
-        model = self._model
+    def _parts(self, request: ExplainRequest, draw: Draw) -> _Parts:
+        model, asked = self._model, request.asked
         chosen = model.choose_one(asked, draw)
         rows = np.asarray(chosen.slate.chosen, dtype=np.int64)
         view = model.view(asked)
@@ -117,6 +122,7 @@ class Explainer:
         with model.computing():
             agreement = model.learner.agreement(view.outline, view.pool, view.query, places)
             contributions = model.learner.contributions(view.outline, view.pool, view.query, places, agreement)
+            looks = model.learner.looks(view.outline, model.to_learner(np.arange(rows.shape[0])))
         members = model.to_numpy(agreement.members, np.bool_)
         own = model.to_numpy(agreement.prediction, np.float64)
         # Users who are not members may predict anything, even numbers that are not finite.
@@ -132,6 +138,9 @@ class Explainer:
         if self._layout.intercept:
             # The layout's constant input is part of the intercept.
             intercept, columns = intercept + columns[:, -1], columns[:, :-1]
+        names = InputNames(self._layout, request.context)
+        present = np.stack([names.present(request.features(row)) for row in rows.tolist()])
+        absent, columns = np.where(present, 0.0, columns).sum(-1), np.where(present, columns, 0.0)
         top = _largest(columns)
         return _Parts(
             chosen=chosen,
@@ -141,8 +150,10 @@ class Explainer:
             members_spread=np.sqrt(np.maximum(squares, 0.0)),
             top=top,
             columns=np.take_along_axis(columns, top, 1),
+            absent=absent,
             intercept=intercept,
-            memory=model.to_numpy(contributions.memory, np.float64),
+            blocks={name: model.to_numpy(getattr(contributions, name), np.float64) for name in BLOCKS},
+            looks=model.to_numpy(looks, np.float64),
         )
 
     def _explanations(self, request: ExplainRequest, parts: _Parts) -> tuple[Explanation, ...]:
@@ -150,7 +161,8 @@ class Explainer:
         made = []
         for place, row in enumerate(parts.rows.tolist()):
             inputs, mean = request.asked.inputs[row], float(scores.mean[row])
-            intercept, memory = float(parts.intercept[place]), float(parts.memory[place])
+            intercept, absent = float(parts.intercept[place]), float(parts.absent[place])
+            blocks = {name: float(values[place]) for name, values in parts.blocks.items()}
             top, columns = parts.top[place].tolist(), parts.columns[place].tolist()
             named = names.of(request.features(row), top)
             contributions = tuple(
@@ -158,6 +170,8 @@ class Explainer:
                 for column, contribution, (name, sign) in zip(top, columns, named, strict=True)
                 if contribution
             )
+            explained = [intercept, absent, blocks["arm"], blocks["taste"], blocks["memory"]]
+            explained += [each.contribution for each in contributions]
             size = parts.chosen.group_sizes[place]
             made.append(
                 Explanation(
@@ -169,10 +183,12 @@ class Explainer:
                     mean=mean,
                     bonus=float(scores.bonus[row]),
                     sigma=float(scores.sigma[row]),
+                    looks=float(parts.looks[place]),
+                    **blocks,
                     contributions=contributions,
+                    absent=absent,
                     intercept=intercept,
-                    memory=memory,
-                    other=math.fsum([mean, -intercept, -memory, *(-each.contribution for each in contributions)]),
+                    other=math.fsum([mean, *(-each for each in explained)]),
                 )
             )
         return tuple(made)

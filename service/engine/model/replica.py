@@ -7,7 +7,7 @@ served yet is served by the state which that refit replaced; without one, the us
 log was trimmed past the replica's cursor, versions are compared instead.
 
 After an outage versions are compared too, and the store's state is served even if it is older: a restarted store may
-have lost its latest writes.
+have lost its latest writes. An outage between two commands shows in the id of the server, which comes with each read.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ class Replica:
 
     async def start(self) -> None:
         """Load the current state, then follow the logs from just before it."""
+        servers = [await self._logs.server(group) for group in self._logs.groups]
         cursors: dict[Log, str] = {EPOCHS: await self._epochs.log_head()}
         for partition in range(self._partitions):
             cursors[partition] = await self._users.log_head(partition)
@@ -162,7 +163,7 @@ class Replica:
         for partition in range(self._partitions):
             await self._resync(partition)
         self._cursors = cursors
-        followers = [self._adopt_published(), *map(self._follow, self._logs.groups)]
+        followers = [self._adopt_published(), *map(self._follow, self._logs.groups, servers)]
         # An empty context: log lines must not carry the id of the request that started the tasks.
         self._tasks = [asyncio.create_task(follower, context=Context()) for follower in followers]
 
@@ -212,29 +213,38 @@ class Replica:
         """Whether applied events make a later epoch due than the served one."""
         return self._model.learner.epoch_due(self._model.epoch_events, sum(self._applied.values()))
 
-    async def _follow(self, logs: Sequence[Log]) -> None:
-        """Follow logs that are read together: all of them, or one in a cluster."""
+    async def _follow(self, logs: Sequence[Log], server: str) -> None:
+        """Follow logs that are read together: all of them, or one in a cluster.
+
+        `server` had them before the current state was loaded.
+        """
         place = "logs" if len(logs) > 1 else "epoch log" if logs[0] == EPOCHS else f"partition {logs[0]}"
-        compared = 0
+        compared: int | None = 0
         while not self._stopping:
             try:
                 # Any follower may have noticed the outage: this one may have missed a restart.
                 if (outages := self._outages) != compared:
+                    server = await self._logs.server(logs)
                     for followed in logs:
                         await self._compare(followed)
                     compared = outages
                 self._recovered(place)
                 cursors = {followed: self._cursors[followed] for followed in logs}
-                lines, published = await self._logs.read(cursors, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
-                if published is not None:
-                    self._cursors[EPOCHS] = published
+                read = await self._logs.read(cursors, block_ms=TAIL_BLOCK_MS, count=TAIL_ENTRIES)
+                if read.server != server:
+                    # A restart between two reads fails no command: the driver replaces idle connections silently.
+                    self._log.warning("replica_server_changed", following=place)
+                    compared = None
+                    continue
+                if read.published is not None:
+                    self._cursors[EPOCHS] = read.published
                     self._published.set()
-                for partition, entries in lines.items():
+                for partition, entries in read.updates.items():
                     # So far behind that lines may have been trimmed; `_missed` detects only lines that name events.
                     if len(entries) >= TAIL_ENTRIES and not await self._users.logged(partition, cursors[partition]):
                         await self._resync(partition)
-                if lines:
-                    self._unread |= lines
+                if read.updates:
+                    self._unread |= read.updates
                     await self._apply_unread()
             except Exception as error:
                 await self._pause(place, error)
@@ -442,9 +452,8 @@ class Replica:
             for start in range(0, len(ordered), LOAD_USERS):
                 states += (await self._users.load(ordered[start : start + LOAD_USERS])).values()
             if not await self._run(lambda: self._swap(epoch, states, replaceable)):
-                self._log.error(
-                    "epoch_refused", number=epoch.number, reason="not finite; the previous one stays served"
-                )
+                reason = "not finite, or not of this learner; the previous one stays served"
+                self._log.error("epoch_refused", number=epoch.number, reason=reason)
                 return
             self._epoch = (epoch.number, epoch.created_ms)
             self._brief_soon()

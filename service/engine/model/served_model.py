@@ -105,19 +105,15 @@ class ServedModel:
     def adopt_epoch(
         self, number: int, events: int, tensors: Mapping[str, NDArray[np.generic]], members: Iterable[str]
     ) -> bool:
-        """Serve an epoch; False if it is not finite or lacks a tensor. Then everything stays as it was.
+        """Serve an epoch; False if it is not finite or does not fit the learner. Then everything stays as it was.
 
         Users who left the pool are dropped until asked about.
         """
-        if not (self._shared.keys() <= tensors.keys() and all(np.isfinite(array).all() for array in tensors.values())):
+        shapes = {name: array.shape for name, array in tensors.items()}
+        if self.learner.misfits(shapes) or not all(np.isfinite(array).all() for array in tensors.values()):
             return False
-        before = self._shared
         self._shared = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in tensors.items()}
-        try:
-            self.adopt_learner(self.learner)
-        except (RuntimeError, ValueError, IndexError):  # a tensor of another shape
-            self._shared = before
-            return False
+        self.adopt_learner(self.learner)
         self.epoch_number, self.epoch_events = number, events
         self._members = frozenset(members)
         if self._members:
@@ -131,10 +127,10 @@ class ServedModel:
 
     def adopt_learner(self, learner: Learner) -> None:
         """Score with this learner from now on. It must interpret the held states as the previous one did."""
-        new_user = self._plain(learner.initial_user(self._shared))
-        outline = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
+        self.learner = learner
+        self._new_user = self._plain(learner.initial_user(self._shared))
+        self._outline = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
         self.teaching = learner.influence(self._shared)
-        self.learner, self._new_user, self._outline = learner, new_user, outline
         self._with_draws, self._draws_wanted = self._draws_wanted, False
         self._expire_briefs()
 

@@ -103,7 +103,8 @@ class Selector:
     async def refresh(self, user_id: str, store: StoreAccess) -> None:
         """Load the newest state of a user."""
         if self._host.serving is not None and self._live.settings.serving != "baseline":
-            await store.run(partial(self._host.serving.replica.refresh, user_id))
+            # Without a time limit: it also waits for the model's thread.
+            await store.run(partial(self._host.serving.replica.refresh, user_id), budget_s=None)
 
     async def explain(
         self, command: RecommendCommand, decision: DecisionRecord, store: StoreAccess

@@ -38,6 +38,31 @@ DECISION_EXAMPLE: Final[dict[str, Any]] = {
 }
 
 
+EXPLANATION_EXAMPLE: Final[dict[str, Any]] = {
+    "group_size": 8,
+    "pool_size": 10,
+    "agreement": 0.8,
+    "members_mean": 0.532,
+    "members_spread": 0.022,
+    "mean": 0.47,
+    "bonus": 0.038,
+    "sigma": 0.128,
+    "looks": 1.0,
+    "shared": 0.476,
+    "user": -0.035,
+    "arm": 0.063,
+    "taste": 0.001,
+    "memory": -0.035,
+    "contributions": [
+        {"feature": "kind=tea", "value": 1.0, "contribution": 0.027},
+        {"feature": "hot", "value": 1.0, "contribution": 0.018},
+    ],
+    "absent": 0.016,
+    "intercept": 0.375,
+    "other": 0.005,
+}
+
+
 @final
 class RecommendRequest(RequestModel):
     """A user, and the arms to choose from."""
@@ -106,7 +131,7 @@ class RecommendBatch(RequestModel):
 
 @final
 class ContributionOut(BaseModel):
-    """The contribution of one feature to the mean."""
+    """What one feature adds to the mean, compared with an arm that has the average of it."""
 
     feature: str = Field(
         description="A name, `name=value` for a string, `arm[3]` or `context[0]` for lists, `a × b` for products. "
@@ -114,15 +139,20 @@ class ContributionOut(BaseModel):
         examples=["kind=tea"],
     )
     value: float = Field(description="Value of the learner's input.")
-    contribution: float = Field(description="The value times the slope of the mean in this input.")
+    contribution: float = Field(
+        description="The slope of the mean in this input, times the value's distance to its average over all samples."
+    )
 
 
 @final
 class ExplanationOut(BaseModel):
     """The group of an arm, and the parts of its mean.
 
-    `contributions`, `intercept`, `memory` and `other` add up to `mean`.
+    `shared`, `user`, `arm`, `taste` and `memory` add up to `mean`, up to rounding. `shared` and `user` together are
+    also split by features: `contributions`, `absent`, `intercept` and `other`.
     """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [EXPLANATION_EXAMPLE]})
 
     group_size: int = Field(description="Users who agree on this arm, including this user.")
     pool_size: int = Field(description="Users compared, including this user.")
@@ -132,9 +162,18 @@ class ExplanationOut(BaseModel):
     mean: float
     bonus: float
     sigma: float = Field(description="Posterior standard deviation of the mean.")
+    looks: float = Field(
+        description="How often arms at this rank are looked at, relative to the first, where it is 1. `looks` times "
+        "`mean` is the expected reward at this rank."
+    )
+    shared: float = Field(description="What the features are worth to a user without rewards.")
+    user: float = Field(description="What this user's own rewards change in that.")
+    arm: float = Field(description="What this arm earns from all users beyond its features; 0 until it has rewards.")
+    taste: float = Field(description="What this user likes about the arm that no feature says.")
+    memory: float = Field(description="Correction by the user's rewards for nearly the same arms.")
     contributions: list[ContributionOut] = Field(description="The ten largest that are not 0, largest first.")
-    intercept: float = Field(description="Part of the mean that does not depend on the features.")
-    memory: float = Field(description="Part that comes from the user's rewards for nearly the same arms.")
+    absent: float = Field(description="Contributions of named features that the arm and the context do not have.")
+    intercept: float = Field(description="`shared` and `user` of an arm whose features are all average.")
     other: float = Field(description="The rest: smaller contributions, and parts that are not linear in the features.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 
 from metaban.service.http import openapi
 from metaban.service.http.app import ROUTERS, create_app
+from metaban.service.http.schemas.recommend import EXPLANATION_EXAMPLE, ExplanationOut
 from metaban.service.settings.environment import Settings
 from tests.service.apps import ARMS, running_app
 from tests.service.scripted_engine import OneEngine, ScriptedEngine
@@ -70,6 +72,16 @@ def test_examples_match_their_models(model: type[BaseModel]) -> None:
     for example in openapi.examples_of(model):
         # Members unknown to the model would be missing.
         assert model.model_validate(example).model_dump(mode="json", exclude_unset=True) == example
+
+
+def test_parts_of_an_explanation_add_up() -> None:
+    example = ExplanationOut(**EXPLANATION_EXAMPLE)
+    assert example.model_dump() == EXPLANATION_EXAMPLE
+    by_features = [each.contribution for each in example.contributions]
+    by_features += [example.absent, example.intercept, example.other]
+    assert math.fsum(by_features) == pytest.approx(example.shared + example.user)
+    blocks = [example.shared, example.user, example.arm, example.taste, example.memory]
+    assert math.fsum(blocks) == pytest.approx(example.mean)
 
 
 def shape(value: Any) -> Any:

@@ -35,6 +35,7 @@ from metaban.store.shared.transfer import TransferQuestion, TransferStore
 from metaban.store.snapshots.create import create_snapshot
 from metaban.store.snapshots.restore import restore_snapshot
 from metaban.store.users.forgetting import RemnantStore
+from metaban.store.users.logs import NamespaceLogs
 from metaban.store.users.records import UserState, UserUpdate
 from metaban.store.users.users import UserStore
 
@@ -108,6 +109,8 @@ async def use_every_script(redis: Redis) -> None:
         await users.apply(partition, "one", [d.entry_id for d in rest], updates)
         assert all(await users.rebase(partition, list((await users.load(s.user_id for s in states)).values())))
     assert len(await users.load(names)) == len(await users.load_samples(names)) == 9
+    logs = NamespaceLogs(redis, keys)
+    assert all([await logs.server(group) for group in logs.groups])
     decisions, traces = DecisionStore(redis, keys, ttl_s=60), RemnantStore(redis, keys)
     for name in names:
         decision = DecisionRecord(

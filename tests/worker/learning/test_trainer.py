@@ -18,7 +18,7 @@ from metaban.worker.epochs import derive_shared as epochs_module
 from metaban.worker.epochs.derive_shared import choose_by_hash, derive_shared
 from metaban.worker.learning import trainer as trainer_module
 from metaban.worker.learning.trainer import FitInput, FitResult, Trainer
-from tests.worker.workshop import CPU, INPUTS, make_sample, small_paper
+from tests.worker.workshop import CPU, INPUTS, make_sample, small_default, small_paper
 
 #: Finite as a float64 of a stored event, but beyond float32.
 ABSURD_REWARD = 1e300
@@ -377,3 +377,24 @@ def test_nan_does_not_reach_other_users() -> None:
     for one, other in zip(fitted.states[1:], trainer.fit(shared, people).states, strict=True):
         for name, array in one.items():
             np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+def test_samples_of_another_learner_are_left_out() -> None:
+    """Of one user, they must not keep all users from being fitted, nor an epoch from being derived."""
+    trainer = Trainer(build_learner(small_default(), INPUTS), CPU)
+    noted = np.zeros(trainer.learner.noted, dtype=np.float32)
+    own = [replace(make_sample(number), phi=noted) for number in range(3)]
+    strange = [
+        replace(make_sample(9), phi=noted[:-1]),
+        replace(make_sample(9), phi=noted, features=np.zeros(INPUTS + 1, dtype=np.float32)),
+    ]
+    users = [FitInput("mixed", 5, [*strange, *own], None), FitInput("strange", 2, strange, None)]
+    batch = trainer.batch(users)
+    assert batch.valid.tolist() == [[True] * 3, [False] * 3]
+    shared = trainer.learner.initial_shared()
+    mixed, _ = trainer.fit(shared, users).states
+    [alone] = trainer.fit(shared, [FitInput("mixed", 5, own, None)]).states
+    for name, array in alone.items():
+        assert np.array_equal(mixed[name], array)
+    derived = derive_shared(trainer, shared, users, 0, 5)
+    assert all(tensor.isfinite().all() for tensor in derived.values())

@@ -193,10 +193,10 @@ def test_an_epoch_has_as_many_rows_as_it_knows_arms() -> None:
     learner = PosteriorLearner(PosteriorSettings(), 3)
     records = LearnerRecords(learner)
     epoch = {name: tensor.numpy() for name, tensor in learner.initial_shared().items()}
-    grown = epoch | {name: np.repeat(epoch[name], 7, axis=0) for name in learner.of_arms}
+    grown = epoch | {name: np.repeat(epoch[name], 7, axis=0) for name in learner.growing}
     for sound in (epoch, grown):
         records.check_epoch(sound)
-    for name in learner.of_arms:
+    for name in learner.growing:
         missing = {other: array for other, array in grown.items() if other != name}
         for damaged in (grown | {name: epoch[name]}, grown | {name: grown[name][:, None]}, missing):
             with pytest.raises(ValueError, match=r"arm_.* have the wrong shape, or are missing or unknown"):

@@ -23,6 +23,7 @@ from metaban.service.engine.model.explain import Explainer, ExplainRequest
 from metaban.service.engine.model.served_model import ServedModel
 from metaban.service.engine.model.types import ArmScores, Chosen, Draw, ScoreRequest
 from metaban.service.errors import Overloaded
+from metaban.service.http.schemas.recommend import EXPLANATION_EXAMPLE
 from metaban.service.telemetry.metrics import Metrics
 from tests.own_valkey import own_valkey
 from tests.service.apps import PAPER, served, teach
@@ -61,8 +62,11 @@ def question(user: str, arms: int = 5) -> ExplainRequest:
 
 def adds_up(told: dict[str, Any]) -> None:
     parts = [each["contribution"] for each in told["contributions"]]
-    total = math.fsum([*parts, told["intercept"], told["memory"], told["other"]])
-    assert total == pytest.approx(told["mean"], rel=1e-12, abs=1e-12)
+    parts += [told[name] for name in ("absent", "intercept", "arm", "taste", "memory", "other")]
+    assert math.fsum(parts) == pytest.approx(told["mean"], rel=1e-12, abs=1e-12)
+    blocks = [told[name] for name in ("shared", "user", "arm", "taste", "memory")]
+    assert math.fsum(blocks) == pytest.approx(told["mean"], rel=1e-5, abs=1e-5)
+    assert told["looks"] > 0
 
 
 @pytest.mark.parametrize("settings", LEARNERS, ids=lambda each: each.preset)
@@ -170,6 +174,10 @@ async def test_explanation_of_a_decision(
             assert told["pool_size"] == 2
             assert told["agreement"] == told["group_size"] / 2
             adds_up(told)
+            assert set(told) == set(EXPLANATION_EXAMPLE)
+            assert told["absent"] == 0, "lists have no names"
+            if changes != DEFAULT:
+                assert [told[name] for name in ("arm", "taste", "memory", "looks")] == [0, 0, 0, 1]
             sizes = [abs(each["contribution"]) for each in told["contributions"]]
             assert sizes == sorted(sizes, reverse=True)
             assert 0 < len(sizes) <= 3
@@ -246,6 +254,45 @@ async def test_explanation_uses_feature_names_of_the_client(redis: Redis, valkey
             if each["feature"] == "hour":
                 assert each["value"] == 8
     assert len(seen) > 3
+
+
+async def test_features_that_an_arm_does_not_have(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
+    """Tea is bought, coffee is not: that an arm is no coffee counts for it, and has no name of the arm."""
+    arms = [{"id": kind, "features": {"kind": kind, "year": 1972}} for kind in ("tea", "coffee", "milk")]
+    async with served(valkey_url, tmp_path, samples_kept=64) as client, worker_running(valkey_url):
+        for _ in range(12):
+            asked = (await client.post("/recommend", json={"user_id": "ann", "arms": arms, "k": 3})).json()
+            events = [
+                {"decision_id": asked["decision_id"], "arm_id": item["arm_id"], "reward": int(item["arm_id"] == "tea")}
+                for item in asked["items"]
+            ]
+            told = await client.post("/feedback?wait=applied", json={"events": events})
+            assert told.json()["applied"], told.text
+        answer = await client.post("/recommend", json={"user_id": "ann", "arms": arms, "k": 3, "explain": True})
+    told = {item["arm_id"]: item["explanation"] for item in answer.json()["items"]}
+    for kind, each in told.items():
+        adds_up(each)
+        # The year is the same for all: it contributes nothing.
+        assert [named["feature"] for named in each["contributions"]] == [f"kind={kind}"]
+        assert each["contributions"][0]["value"] == 1
+    assert told["tea"]["contributions"][0]["contribution"] > 0
+    assert told["tea"]["absent"] > told["coffee"]["absent"]
+    assert answer.json()["items"][0]["explanation"]["looks"] == 1
+
+
+async def test_explanation_of_a_new_user_has_no_block_of_the_user(
+    redis: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    async with served(valkey_url, tmp_path) as client, worker_running(valkey_url):
+        for user in ("ann", "bob"):
+            await teach(client, user, [1, 0, 1, 0, 1, 1, 0, 1, 1])
+        body = {"user_id": "never seen", "arms": ARMS, "k": 3, "explain": True}
+        answer = (await client.post("/recommend", json=body)).json()
+        for item in answer["items"]:
+            told = item["explanation"]
+            adds_up(told)
+            assert (told["user"], told["memory"]) == (pytest.approx(0, abs=1e-6), 0)
+            assert told["shared"] + told["arm"] + told["taste"] == pytest.approx(item["mean"], abs=1e-6)
 
 
 async def test_explanation_length_is_bounded(redis: Redis, valkey_url: str, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from metaban.service.engine.model import served_model as served_module
 from metaban.service.engine.model.types import ScoreRequest
 from metaban.store.errors import StoreUnavailable
 from metaban.store.users.forgetting import RemnantStore
-from metaban.store.users.records import UpdateEntry, UserState
+from metaban.store.users.logs import NewLines
+from metaban.store.users.records import UserState
 from tests.service.engine.model.replicas import Watched, hold_load, in_partition, move_to_epoch, publish_epoch
 from tests.service.engine.model.served_models import adopt, ask, make_model, state
 from tests.worker.workshop import Workshop, make_event, soon
@@ -100,7 +101,7 @@ async def cut_off(watched: Watched) -> Callable[[], None]:
     """Make the logs unreadable for a replica until the returned function is called."""
     read = watched.logs.read
 
-    async def away(*arguments: object, **options: object) -> tuple[dict[int, list[UpdateEntry]], str | None]:
+    async def away(*arguments: object, **options: object) -> NewLines:
         raise StoreUnavailable("away")
 
     def reach_again() -> None:

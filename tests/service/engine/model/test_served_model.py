@@ -170,13 +170,30 @@ class TestEpochs:
         weights = torch.tensor([1.0, 0.0])
 
         def influence(shared: State) -> Influence:
-            return Influence(weights * shared["factor"], 0.5, 0.25, True)
+            return Influence(weights * shared["scale"][0], 0.5, 0.25, True)
 
         monkeypatch.setattr(model.learner, "influence", influence)
         for number in (1, 2):
-            adopt(model, number, factor=np.array(number))
+            adopt(model, number, scale=np.full(INPUTS, number, dtype=np.float32))
             assert model.teaching is not None
             assert torch.equal(model.teaching.weights, number * weights)
+
+    @pytest.mark.parametrize("learner", [small_paper(), small_default()], ids=["paper", "default"])
+    def test_an_epoch_that_does_not_fit_leaves_the_served_one_whole(self, learner: LearnerSettings) -> None:
+        model = make_model(settings=learner)
+        model.put([state(model, "a", 2)])
+        adopt(model, 1)
+        [before] = model.score([ask("a")])
+        whole = {name: tensor.numpy() for name, tensor in model.learner.initial_shared().items()}
+        for name, array in whole.items():
+            missing = {other: value for other, value in whole.items() if other != name}
+            longer = {**whole, name: np.append(array.reshape(-1), 0)}
+            for tensors in (missing, longer):
+                assert not model.adopt_epoch(2, 9, tensors, [])
+        assert not model.adopt_epoch(2, 9, {**whole, "unknown": np.zeros(1)}, [])
+        [after] = model.score([ask("a")])
+        assert (after.epoch, model.epoch_events) == (1, 0)
+        assert np.array_equal(after.mean, before.mean)
 
     def test_scores_use_the_scale_of_the_epoch(self) -> None:
         model = make_model()

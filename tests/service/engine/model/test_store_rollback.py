@@ -16,10 +16,17 @@ from metaban.store.client.connection import connect, drop_idle
 from metaban.store.shared.epochs import Epoch
 from metaban.store.users.records import UserState
 from tests.own_valkey import OwnValkey, own_valkey
-from tests.service.engine.model.replicas import Watched, in_partition, last_entry, move_to_epoch, publish_epoch
+from tests.service.engine.model.replicas import (
+    Watched,
+    hold_load,
+    in_partition,
+    last_entry,
+    move_to_epoch,
+    publish_epoch,
+)
 from tests.service.engine.model.served_models import ask, make_model
 from tests.service.engine.model.served_models import state as state_of
-from tests.worker.workshop import Workshop, soon
+from tests.worker.workshop import SOON_S, Workshop, soon
 
 
 @pytest.fixture
@@ -153,6 +160,33 @@ async def test_restart_without_loss(shop: Workshop, valkey: OwnValkey, watched: 
     await drop_idle(shop.redis)
     await same_as_stored(watched, "a")
     assert watched.replica.saw(*entry)
+
+
+async def test_restart_between_two_reads(shop: Workshop, valkey: OwnValkey, watched: Watched) -> None:
+    """No command fails: the connection of the next one is opened after the restart."""
+    await publish_epoch(shop, 0, 0)
+    await publish_epoch(shop, 1, 16)
+    await shop.learn({"a": 1})
+    await watched.serves("a", 1)
+    valkey.keep()
+    await publish_epoch(shop, 2, 32)
+    assert await watched.replica.wait_epoch(2, SOON_S)
+    read, answer = hold_load(watched.users, "a")
+    await shop.learn({"a": 2}, first=20)
+    async with asyncio.timeout(SOON_S):
+        await read.wait()
+    await set_back(shop, valkey)
+    answer.set()
+
+    async def earlier_epoch() -> bool:
+        return watched.model.epoch_number == 1
+
+    await soon(earlier_epoch)
+    await same_as_stored(watched, "a")
+    assert watched.version("a") == 1
+    await shop.model.refresh_epoch()  # the worker's
+    await shop.learn({"a": 1}, first=30)
+    await watched.serves("a", 2)
 
 
 async def test_lost_epoch(shop: Workshop, valkey: OwnValkey, watched: Watched) -> None:
