@@ -240,7 +240,7 @@ class PosteriorSettings(LearnerSettings):
 
     STATE_FORMAT = 2  # arms have effects and factors
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
-                 "head_directions", "memory_samples", "embed", "products_max", "apart")  # fmt: skip
+                 "head_directions", "memory_samples", "trunk", "embed", "products_max", "apart")  # fmt: skip
 
     NETWORK_SIZE = ("members", "width", "depth", "codes_max")
     USER_SIZE = ("head_inputs_max", "head_directions", "products_max", "memory_samples")

@@ -165,10 +165,9 @@ class ArmInputs:
         self.seen = settings.head_directions if self.narrowed else self.head_inputs_count
         #: Inputs that all users share coefficients of, because heads do not see them.
         self.wide = min(count, WIDE_MAX) if count > settings.head_inputs_max else 0
-        #: Whether a trunk is of use. Where a context makes inputs wide, most of them are products of arm and context:
+        #: Whether there is a trunk. Where a context makes inputs wide, most of them are products of arm and context:
         #: their coefficients are learned exactly, and networks on them only repeat what arms' effects say.
-        self.trunk_useful = self.narrowed or not self.wide
-        self.trunk = settings.trunk and self.trunk_useful
+        self.trunk = settings.trunk and (self.narrowed or not self.wide)
         #: Products of two of them among the head inputs, if they are few enough.
         self.products = products_for(self.seen, settings.products_max)
         #: The head input p(x); the arm's factors follow it.

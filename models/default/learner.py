@@ -143,7 +143,7 @@ class PosteriorLearner(Learner):
         self.starts = WarmStartPrior(self.inputs, inputs)
         self.start_size = self.starts.size
         #: Numbers of the user embedding: the user's head without its coefficients of p and of factors.
-        self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk_useful else 0
+        self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk else 0
         #: The notes of an arm end with the summary of its slate.
         self.slate_from = EMBEDDED + self.embedded
         self.noted = self.slate_from + self.inputs.slate_numbers

@@ -25,7 +25,9 @@ ASK = {"user_id": "u", "arms": ARMS}
 async def patched(http: httpx.AsyncClient, **changes: object) -> dict[str, object]:
     """Change settings, as a client does: on a busy machine the store may not answer within the limits of the guard."""
     end = time.monotonic() + SOON_S
-    while (answer := await http.patch("/admin/config", json=changes)).status_code == 503 and time.monotonic() < end:
+    while (  # noqa: ASYNC110, the answer says when to ask again
+        answer := await http.patch("/admin/config", json=changes)
+    ).status_code == 503 and time.monotonic() < end:
         await asyncio.sleep(int(answer.headers["Retry-After"]))
     assert answer.status_code == 200, answer.text
     return answer.json()
