@@ -245,15 +245,15 @@ class ArmPosteriors:
         mean, covariance = prior.posterior(*self._moments(arms))  # [U, D], [U, D, D]
         users = torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])
         spreads = torch.split(covariance, [batch.rewards.shape[0] for batch in self._batches])
-        prior, arms = self._effects(prior, arms, users)
-        arms = self._factors(prior, arms, users, spreads)
-        return prior, self._looks(arms, users, spreads)
+        prior, arms = self.effects_step(prior, arms, users)
+        arms = self.factors_step(prior, arms, users, spreads)
+        return prior, self.looks_step(arms, users, spreads)
 
     def _moments(self, arms: ArmEffects) -> tuple[Tensor, Tensor]:
         users = self.statistics(arms)
         return users.gram, users.moment
 
-    def _effects(self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor]) -> tuple[Prior, ArmEffects]:
+    def effects_step(self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor]) -> tuple[Prior, ArmEffects]:
         """Coefficients (μ, β) of all inputs x and the arms' effects b, jointly, given how users differ from μ.
 
         One after the other, b would take what features explain. b is eliminated: with C_i = Σw + 1/v_b and M_i = Σwx of
@@ -296,7 +296,7 @@ class ArmPosteriors:
             wide_spread=_spread(squares, torch.ones_like(wide, dtype=torch.bool), FIRST_WIDE * noise),
         )
 
-    def _factors(
+    def factors_step(
         self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
     ) -> ArmEffects:
         """Factors of each arm by ridge regression of what is left on the users' tastes, which are uncertain too."""
@@ -322,9 +322,13 @@ class ArmPosteriors:
         squares = factors.square() + covariance.diagonal(dim1=-2, dim2=-1)
         return replace(arms, factors=factors, factor_spread=_spread(squares, self._used, FIRST_FACTOR * noise))
 
-    def _looks(self, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> ArmEffects:
-        """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance."""
+    def looks_step(self, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> ArmEffects:
+        """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance.
+
+        Places without samples keep theirs: relative to the first, they would move with every round.
+        """
         earned, seen = (LOOK_EVIDENCE * arms.looks).clone(), torch.full_like(arms.looks, LOOK_EVIDENCE)
+        counted = torch.zeros_like(arms.looks)
         effects, variances = _padded(arms.effects), torch.cat([arms.variances, arms.effect_spread.view(1)])
         for batch, rows, heads, spread in zip(self._batches, self._rows, users, spreads, strict=True):
             h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
@@ -333,8 +337,10 @@ class ArmPosteriors:
             index = batch.places.clip(None, PLACES - 1).flatten()
             earned = earned.index_add(0, index, (batch.weights * batch.rewards * first).flatten())
             seen = seen.index_add(0, index, (batch.weights * square).flatten())
+            counted = counted.index_add(0, index, batch.weights.flatten())
         looks = earned / seen
-        return replace(arms, looks=(looks / looks[0].clamp_min(LEAST_LOOK)).clamp(LEAST_LOOK, MOST_LOOK))
+        looks = (looks / looks[0].clamp_min(LEAST_LOOK)).clamp(LEAST_LOOK, MOST_LOOK)
+        return replace(arms, looks=torch.where(counted > 0, looks, arms.looks))
 
     def sought(self, prior: Prior, arms: ArmEffects, generator: torch.Generator) -> ArmEffects:
         """New factors: singular vectors of what is left of the rewards, users × arms, by power iteration.

@@ -34,9 +34,6 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 WIDTHS = pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
 IDS = pytest.mark.parametrize("catalogue", [0, 5], ids=["no ids", "ids"])
 
-#: Tensors with a row for each arm.
-OF_ARMS = ("arm_keys", "arm_effects", "arm_variances", "arm_factors")
-
 
 def test_the_schedule_of_epochs() -> None:
     learner = PosteriorLearner(small(epoch_events=64, epoch_growth=0.03), 3)
@@ -68,7 +65,7 @@ def test_deriving_twice_gives_the_same(changes: dict[str, int], catalogue: int) 
         assert set(first) == set(before)
         for name in first:
             assert torch.equal(first[name], second[name])
-            if name in OF_ARMS:  # a row for each sample: arms are counted only on the device
+            if name in learner.growing:  # a row for each sample: arms are counted only on the device
                 assert first[name].shape == (*first["arm_keys"].shape, *before[name].shape[1:])
             else:
                 assert first[name].shape == before[name].shape
@@ -102,7 +99,7 @@ def test_one_batch_or_several_give_the_same_epoch(changes: dict[str, int], catal
     parts = learner.derive(shared, [batch_of(teachers[:5]), batch_of(teachers[5:], padding=2)], 300, 364)
     assert int((whole["arm_keys"] != UNUSED_KEY).sum()) == catalogue
     for name in whole:
-        if name in OF_ARMS:  # padding adds unused rows
+        if name in learner.growing:  # padding adds unused rows
             assert_close(parts[name][:catalogue], whole[name][:catalogue], 1e-8)
             assert (parts["arm_keys"][catalogue:] == UNUSED_KEY).all()
         else:

@@ -92,6 +92,7 @@ async def trained(shop: Workshop) -> bytes:
         task = FusionTask(
             learner=shop.record.learner,
             inputs=learner.learner.input_size,
+            arm_inputs=learner.learner.arm_inputs,
             seed=0,
             threads=1,
             rounds=1,

@@ -6,9 +6,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from metaban.models.default.learner import PosteriorLearner
+from metaban.models.settings import PosteriorSettings
+from metaban.service.engine.admin.snapshots import LearnerRecords
 from metaban.store.errors import SnapshotError, StoreReset
 from metaban.store.namespaces import NamespaceStore
 from metaban.store.snapshots.records import rules_for
@@ -182,3 +186,18 @@ async def test_restore_into_an_emptied_store_is_refused(shop: Workshop, tmp_path
 def test_invalid_learners_are_refused(learner: dict[str, object], layout_: dict[str, object]) -> None:
     with pytest.raises(SnapshotError, match="this version"):
         rules_for(RULES, {**small_default().to_json(), **learner}, {**layout().to_json(), **layout_})
+
+
+def test_an_epoch_has_as_many_rows_as_it_knows_arms() -> None:
+    """The number of arms is not fixed by the learner, but all tensors of arms have it."""
+    learner = PosteriorLearner(PosteriorSettings(), 3)
+    records = LearnerRecords(learner)
+    epoch = {name: tensor.numpy() for name, tensor in learner.initial_shared().items()}
+    grown = epoch | {name: np.repeat(epoch[name], 7, axis=0) for name in learner.growing}
+    for sound in (epoch, grown):
+        records.check_epoch(sound)
+    for name in learner.growing:
+        missing = {other: array for other, array in grown.items() if other != name}
+        for damaged in (grown | {name: epoch[name]}, grown | {name: grown[name][:, None]}, missing):
+            with pytest.raises(ValueError, match=r"arm_.* have the wrong shape, or are missing or unknown"):
+                records.check_epoch(damaged)
