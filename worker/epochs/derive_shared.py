@@ -37,8 +37,9 @@ def samples_per_user(users: int, inputs: int) -> int:
 def derive_shared(
     trainer: Trainer, shared: State, fit_inputs: Sequence[FitInput], epoch_events: int, total_events: int
 ) -> State:
-    """Shared state of the next epoch."""
+    """Shared state of the next epoch; samples of other sizes than the learner's are left out."""
     most = samples_per_user(len(fit_inputs), trainer.learner.input_size)
-    cut = [replace(fit_input, samples=fit_input.samples[-most:]) for fit_input in fit_inputs if fit_input.samples]
+    cut = [replace(each, samples=trainer.readable(each.samples)[-most:]) for each in fit_inputs]
+    cut = [fit_input for fit_input in cut if fit_input.samples]
     batches = [trainer.batch(cut[start : start + USERS_PER_BATCH]) for start in range(0, len(cut), USERS_PER_BATCH)]
     return trainer.learner.derive(shared, batches, epoch_events, total_events)

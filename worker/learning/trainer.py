@@ -89,7 +89,7 @@ class Trainer:
 
     def batch(self, fit_inputs: Sequence[FitInput], *, as_numpy: bool = False) -> UserBatch:
         """Users' samples, combined by the reward rules and padded to the longest user [B, S], S ≥ 1."""
-        views = [self._readable(combine_rewards(fit_input.samples, self._rules)) for fit_input in fit_inputs]
+        views = [combine_rewards(fit_input.samples, self._rules) for fit_input in fit_inputs]
         longest = max(map(len, views), default=0) or 1
         shape, kind = (len(fit_inputs), longest), numpy_kind(self.learner.dtype)
         features = np.zeros((*shape, self.learner.input_size), dtype=kind)
@@ -126,8 +126,8 @@ class Trainer:
             weight=given(np.full(len(fit_inputs), self._user_weight, dtype=kind)),
         )
 
-    def _readable(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """The samples with inputs and notes of this learner's sizes; another learner's say nothing here."""
+    def readable(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """The samples with inputs and notes of this learner's sizes; `batch` and `fit` take no others."""
         sizes = {(sample.features.size, sample.phi.size) for sample in samples}
         own = (self.learner.input_size, self.learner.noted)
         if sizes <= {own}:  # nearly always
