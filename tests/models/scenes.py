@@ -19,6 +19,7 @@ from tests.models.default_worlds import (
     kinds,
     random_history,
     with_common_part,
+    with_known_arms,
 )
 from tests.models.worlds import rounded_to_float32
 
@@ -32,6 +33,7 @@ PARTS = pytest.mark.parametrize(
         {"heads": False},
         {"trunk": False},
         {"embed": False},
+        {"arms": False},
         {"bins": 0},
         {"products_max": 0},
         WIDE,
@@ -56,10 +58,14 @@ def query_in_numpy(query: Query, own: Mapping[str, Any]) -> Query:
     )
 
 
+#: Arms with ids, of which every second is known.
+CATALOGUE = 6
+
+
 def scene_of(learner: PosteriorLearner, *, users: int = 6, known: bool = True) -> Scene:
     """A fixed scene: users of two kinds; requests of 4, 1, 5 and 3 arms by pool users, a user outside and a new user.
 
-    Unless the users are `known`, the epoch is the first, without groups.
+    Unless the users are `known`, the epoch is the first, without groups. Some arms have no id, some are new.
     """
     generator = generator_of(5)
     shared = learner.initial_shared()
@@ -67,13 +73,16 @@ def scene_of(learner: PosteriorLearner, *, users: int = 6, known: bool = True) -
         guard = {"guard": 0.6} if learner.settings.groups else {}
         shared = grouped_epoch(learner, kinds(learner, 8, 6, generator), since=2.0, **guard)
     shared = with_common_part(learner, shared, generator)
-    pool = kinds(learner, users, 5, generator)
-    guest, stranger = random_history(learner, 3, generator), random_history(learner, 0, generator)
+    if known and learner.settings.arms:
+        shared = with_known_arms(shared, generator, CATALOGUE)
+    pool = kinds(learner, users, 5, generator, catalogue=CATALOGUE)
+    guest, stranger = (random_history(learner, samples, generator, catalogue=CATALOGUE) for samples in (3, 0))
     askers = [(pool[1], 1) if pool else (guest, -1), (guest, -1), (pool[-1], users - 1) if pool else (guest, -1)]
-    requests = []
+    requests, arm_keys = [], []
     for (asker, row), arms in zip([*askers, (stranger, -1)], (4, 1, 5, 3), strict=True):
         shelf = rounded_to_float32(torch.randn(arms, learner.input_size, generator=generator, dtype=torch.float64))
         if asker.features.shape[0]:
             shelf[0] = asker.features[-1]  # an arm in the memory
         requests.append((asker, row, shelf))
-    return Scene(learner.settings, learner.input_size, shared, pool, requests)
+        arm_keys.append(torch.randperm(3 + CATALOGUE, generator=generator)[:arms])
+    return Scene(learner.settings, learner.input_size, shared, pool, requests, arm_keys)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from metaban.models.default.arms import ArmEffects
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.learner import Query
 from metaban.models.numerics.arrays import as_arrays
@@ -44,7 +45,8 @@ def dense_covariances(learner: PosteriorLearner, scene: Scene) -> list[np.ndarra
     for row, size in enumerate(query.slates.sizes):
         part = slice(start, start + size)
         z = learner.inputs.standardized(outline, query.arms[part], learner.slate_notes(scores.phi[part]))
-        h = learner.inputs.head_inputs(outline, z, scores.phi[part, 0]).double().numpy()
+        _, _, factors = ArmEffects.stored(scene.shared).of(query.arm_keys[part])
+        h = learner.inputs.head_inputs(outline, z, scores.phi[part, 0], factors).double().numpy()
         covariance = own["covariance"][row].double().numpy()
         each = np.array([[float(one @ covariance @ other) for other in h] for one in h])
         np.fill_diagonal(each, scores.sigma[part].double().numpy() ** 2)
@@ -76,7 +78,7 @@ def test_draws_have_the_covariance_of_a_dense_posterior(changes: dict[str, Any])
 def test_a_common_intercept_cancels() -> None:
     """An unknown intercept moves every draw by a lot, and no difference between arms."""
     learner = PosteriorLearner(small(memory=False, groups=False, embed=False), 3, torch.float64)
-    scene = scene_of(learner)
+    scene = replace(scene_of(learner), arm_keys=None)  # an arm's effect is its own
     before, _, query = drawn(learner, scene, 500)
     covariance, size = torch.zeros_like(scene.shared["prior_covariance"]), query.slates.sizes[0]
     covariance[0, 0] = 1e4
@@ -126,6 +128,7 @@ def test_batched_requests_get_the_draws_of_single_requests(changes: dict[str, An
             own={name: value[asker] for name, value in query.own.items()},
             own_row=query.own_row[asker],
             own_events=query.own_events[asker],
+            arm_keys=query.arm_keys[part],
             draws=Draws(16, SEEDS[row : row + 1]),
         )
         scores = learner.score_prepared(outline, as_arrays(pool), alone)

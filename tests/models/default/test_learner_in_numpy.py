@@ -132,6 +132,7 @@ class TestFixedScene:
                 own=learner.prepare_users(outline, {name: value[asker] for name, value in own.items()}),
                 own_row=query.own_row[asker],
                 own_events=query.own_events[asker],
+                arm_keys=query.arm_keys[part],
             )
             expected = as_tensors(learner.score_prepared(outline, pool, alone))
             found = scores_of({name: getattr(together, name)[part] for name in SCORE_FIELDS})
