@@ -370,11 +370,11 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     """The literal learner with the same shared numbers."""
     settings, inputs = learner.settings, learner.input_size
     head_inputs = inputs if inputs <= settings.head_inputs_max else learner.arm_inputs
-    # Where a context makes inputs too many for heads, there is no trunk that could see users.
-    useful = inputs <= settings.head_inputs_max or head_inputs > settings.head_inputs_max
+    # Where a context makes inputs too many for heads, there is no trunk.
+    trunk = settings.trunk and (inputs <= settings.head_inputs_max or head_inputs > settings.head_inputs_max)
     numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
-    embedded = settings.embed * useful * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
+    embedded = settings.embed * trunk * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
     widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
     members: list[list[tuple[Array, Array]]] = [[] for _ in range(settings.members)]
     flat = iter(numbers["trunk"])
@@ -386,7 +386,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     centres, evidence_weights = groups_of(settings, shared)
     read = LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)})
     return LiteralPosterior(
-        replace(read, trunk=read.trunk and useful, embed=read.embed and useful),
+        replace(read, trunk=trunk),
         LiteralShared(
             mean=numbers["mean"],
             scale=numbers["scale"],

@@ -165,7 +165,7 @@ class LiteralPosterior:
     def embedding(self, head: Array) -> list[float]:
         """Embedding of the asking user, which the trunk sees: the coefficients of [1, x, products] in prior deviations
         from the prior mean, clipped at 4."""
-        if not self.settings.embed:
+        if not self.settings.embed or not self.settings.trunk:
             return []
         shared, found = self.shared, []
         for place in range(len(head) - 1 - len(shared.unknown.factors)):

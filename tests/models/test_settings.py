@@ -120,7 +120,7 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"members": 3}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9},
         {"head_inputs_max": 40}, {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0},
-        {"apart": False},
+        {"apart": False}, {"trunk": False},
     ]  # fmt: skip
     for change in changes:
         assert named_settings("default", **change).structure() != settings.structure()
