@@ -340,6 +340,7 @@ class ArmPosteriors:
             counted = counted.index_add(0, index, batch.weights.flatten())
         looks = earned / seen
         looks = (looks / looks[0].clamp_min(LEAST_LOOK)).clamp(LEAST_LOOK, MOST_LOOK)
+        looks[0] = 1
         return replace(arms, looks=torch.where(counted > 0, looks, arms.looks))
 
     def sought(self, prior: Prior, arms: ArmEffects, generator: torch.Generator) -> ArmEffects:

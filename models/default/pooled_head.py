@@ -55,7 +55,7 @@ class PooledHead:
         """
         size, level_events = 1 + seen, prior.noise / prior.covariance[0, 0]
         sums, earned = users.gram[:, 0, :size], users.moment[:, 0]  # [U, size], [U]
-        share = user_weights / (users.events + level_events)  # [U]
+        share = user_weights / (users.gram[:, 0, 0] + level_events)  # [U]; by places, a sample counts e_k² times
         gram = (user_weights @ users.gram.flatten(1)).view_as(users.gram[0])[:size, :size] - (sums.mT * share) @ sums
         moment = user_weights @ users.moment[:, :size] - (share * earned) @ sums
         penalty = torch.full_like(moment, RIDGE_EVENTS)

@@ -236,6 +236,10 @@ class TestDefault:
         _, parts = asked.explained([0, 1, 2, 3])
         torch.testing.assert_close(parts.user, torch.zeros_like(parts.user))
         assert (parts.memory == 0).all()
+        # What is shared is the same for a user with rewards.
+        _, known = catalogue_request(world, ids=True, epochs=3, **changes).explained([0, 1, 2, 3])
+        torch.testing.assert_close(parts.shared, known.shared)
+        assert (known.user.abs() > 1e-6).all()
 
     def test_the_effect_of_an_arm(self) -> None:
         """The first arm earns 0.8 more than its inputs say, from every user."""
@@ -417,6 +421,9 @@ class TestPaper:
         check_terms(asked)
         _, parts = asked.explained([0, 1, 2, 3])
         assert (parts.user != 0).any()
+        theta, x = asked.shared["theta0" if preset == "paper" else "theta"], asked.query.arms
+        shared = forward(asked.learner.shape, theta[None], asked.learner.inputs(asked.shared, x)[None])[0]
+        torch.testing.assert_close(parts.shared, shared)
         assert asked.learner.looks(asked.outline, torch.tensor([0, 5])).tolist() == [1, 1]
 
     @pytest.mark.parametrize("preset", ["paper", "pooled"])
@@ -469,6 +476,8 @@ def neural_request(preset: str, **changes: Any) -> ExplainedRequest:
     shared = learner.initial_shared()
     if "mean" in shared:
         shared |= {"mean": torch.tensor([0.3, -0.2, 1.0]).double(), "scale": torch.tensor([0.5, 2.0, 1.5]).double()}
+    if preset == "pooled":
+        shared["theta"] = shared["theta0"] + 0.1
     initial_user = learner.initial_user(shared)
     pool = {name: value.expand(5, *value.shape).clone() for name, value in initial_user.items()}
     pool["theta"] += 0.2 * torch.randn(pool["theta"].shape, generator=generator, dtype=torch.float64)

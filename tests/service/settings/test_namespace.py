@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 
 import httpx
 import pytest
@@ -24,13 +23,15 @@ ASK = {"user_id": "u", "arms": ARMS}
 
 async def patched(http: httpx.AsyncClient, **changes: object) -> dict[str, object]:
     """Change settings, as a client does: on a busy machine the store may not answer within the limits of the guard."""
-    end = time.monotonic() + SOON_S
-    while (  # noqa: ASYNC110, the answer says when to ask again
-        answer := await http.patch("/admin/config", json=changes)
-    ).status_code == 503 and time.monotonic() < end:
-        await asyncio.sleep(int(answer.headers["Retry-After"]))
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    answers: list[httpx.Response] = []
+
+    async def answered() -> bool:
+        answers.append(await http.patch("/admin/config", json=changes))
+        return not (answers[-1].status_code == 503 and "Retry-After" in answers[-1].headers)
+
+    await soon(answered, "settings changed")
+    assert answers[-1].status_code == 200, answers[-1].text
+    return answers[-1].json()
 
 
 async def test_change_takes_effect_at_once_and_null_resets_it(http: httpx.AsyncClient) -> None:

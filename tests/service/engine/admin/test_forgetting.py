@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 
 from metaban.service.engine.commands import Features
 from metaban.service.engine.engine import Engine
+from metaban.service.engine.store_guard import DECISION_BUDGET_S
 from metaban.store.decisions.decisions import DecisionRecord, DecisionStore
 from metaban.store.keys import NamespaceKeys
 from tests.service.engines import ask as asking
@@ -118,6 +120,19 @@ class TestEngine:
         assert not await client.exists(keys.decision("d"))
         assert not await client.exists(keys.decided("u"))
         assert not await client.exists(keys.profile("u"))
+
+    async def test_busy_model_during_a_decision_made_again(self, engine: Engine) -> None:
+        """The new state waits for the model longer than a call to the store may take; the store is not blamed."""
+        await engine.decider.recommend(asking("other"))
+        held = hold_puts(engine, times=1)
+        deciding = asyncio.create_task(engine.decider.recommend(asking("u")))
+        async with asyncio.timeout(30):
+            await held.come.wait()
+        await engine._users.forget("u")
+        engine._compute.submit(time.sleep, DECISION_BUDGET_S + 1.0)
+        held.passing.set()
+        assert (await deciding).logged
+        assert held.incarnations == [0, 1]
 
     async def test_decision_id_of_a_forgotten_user_is_decided_again(self, engine: Engine, client: Redis) -> None:
         await engine.decider.recommend(asking("u", decision_id="d"))

@@ -28,7 +28,7 @@ from metaban.service.telemetry.metrics import Metrics
 from tests.own_valkey import own_valkey
 from tests.service.apps import PAPER, served, teach
 from tests.service.apps import SHOP_ARMS as ARMS
-from tests.service.engine.model.served_models import ask, everything, group_sizes, make_model, put_each, state
+from tests.service.engine.model.served_models import adopt, ask, everything, group_sizes, make_model, put_each, state
 from tests.service.engines import worker_running
 from tests.worker.workshop import INPUTS, small_paper
 
@@ -103,6 +103,13 @@ async def test_groups_match_the_scored_group_sizes(settings: LearnerSettings, us
             predictions = [member.prediction for member in group.members]
             assert told[place].members_mean == pytest.approx(np.mean(predictions), abs=1e-6)
             assert told[place].members_spread == pytest.approx(np.std(predictions), abs=1e-6)
+
+
+async def test_looks_are_those_of_the_place(compute: Executor) -> None:
+    model, looks = make_model(), np.linspace(1.0, 0.25, 16)
+    adopt(model, 1, arm_looks=looks)
+    _, told = await Explainer(model, LAYOUT, compute).choose(question("u"), lambda _: Slate((4, 0, 2), (1.0, 1.0, 1.0)))
+    assert [each.looks for each in told] == looks[:3].tolist()
 
 
 async def test_fewer_members_are_listed_than_there_are(compute: Executor) -> None:
@@ -257,18 +264,20 @@ async def test_explanation_uses_feature_names_of_the_client(redis: Redis, valkey
 
 
 async def test_features_that_an_arm_does_not_have(redis: Redis, valkey_url: str, tmp_path: Path) -> None:
-    """Tea is bought, coffee is not: that an arm is no coffee counts for it, and has no name of the arm."""
+    """Tea is bought often, coffee never: that an arm is no coffee counts for it, and has no name of the arm."""
     arms = [{"id": kind, "features": {"kind": kind, "year": 1972}} for kind in ("tea", "coffee", "milk")]
     async with served(valkey_url, tmp_path, samples_kept=64) as client, worker_running(valkey_url):
-        for _ in range(12):
+        for turn in range(12):
+            bought = "milk" if turn % 4 == 0 else "tea"
             asked = (await client.post("/recommend", json={"user_id": "ann", "arms": arms, "k": 3})).json()
             events = [
-                {"decision_id": asked["decision_id"], "arm_id": item["arm_id"], "reward": int(item["arm_id"] == "tea")}
+                {"decision_id": asked["decision_id"], "arm_id": item["arm_id"], "reward": int(item["arm_id"] == bought)}
                 for item in asked["items"]
             ]
-            told = await client.post("/feedback?wait=applied", json={"events": events})
-            assert told.json()["applied"], told.text
-        answer = await client.post("/recommend", json={"user_id": "ann", "arms": arms, "k": 3, "explain": True})
+            answer = await client.post("/feedback?wait=applied", json={"events": events})
+            assert answer.json()["applied"], answer.text
+        body = {"user_id": "ann", "arms": arms, "k": 3, "explain": True, "min_version": 1}
+        answer = await client.post("/recommend", json=body)
     told = {item["arm_id"]: item["explanation"] for item in answer.json()["items"]}
     for kind, each in told.items():
         adds_up(each)
