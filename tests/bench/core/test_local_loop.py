@@ -41,11 +41,11 @@ async def test_a_late_reward_belongs_to_the_epoch_of_its_decision(redis: Redis, 
     shipped = settings()
     policy = build_policy(shipped.policy, epsilon=shipped.epsilon, squarecb_gamma=shipped.squarecb_gamma)
     loop = LocalLoop(learner_settings(shipped), policy, inputs=plain_layout(3))
-    arms = [arm["features"] for arm in ARMS]
-    waiting = loop.choose("u", arms, "late")
+    arms, ids = [arm["features"] for arm in ARMS], [str(arm["id"]) for arm in ARMS]
+    waiting = loop.choose("u", arms, "late", arm_ids=ids)
     for number in range(EVENTS):
-        loop.learn("u", loop.choose("u", arms, f"d{number}"), 1.0)
-    assert loop.choose("u", arms, "later").epoch > waiting.epoch
+        loop.learn("u", loop.choose("u", arms, f"d{number}", arm_ids=ids), 1.0)
+    assert loop.choose("u", arms, "later", arm_ids=ids).epoch > waiting.epoch
     loop.learn("u", waiting, 1.0)
     of_loop = loop._samples["u"][-1]
     assert of_loop.epoch == of_service.epoch == 0

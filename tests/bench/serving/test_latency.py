@@ -39,6 +39,7 @@ from metaban.bench.serving.populations import (
 )
 from metaban.bench.serving.roofline import Machine, bound_of, bytes_a_user, decision_parts
 from metaban.bench.worlds.environments import SyntheticGroups
+from metaban.models.default.arms import FACTORS
 from metaban.models.default.evidence import ALONE, TOGETHER
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.features import assemble
@@ -171,7 +172,7 @@ def test_work_is_counted_from_shapes() -> None:
     with FlopCounterMode(display=False) as counter:
         learner.trunk.predict(learner.initial_shared()["trunk"], torch.zeros(3, learner.trunk.inputs))
     assert one["trunk"].single == counter.get_total_flops() + 3 * 2 * 5  # and the standardisation of 3 arms
-    size = 5 + 15 + 2  # inputs, their products, the constant and the trunk's prediction
+    size = 5 + 15 + 2 + FACTORS  # inputs, their products, the constant, the trunk's prediction, the arm's factors
     assert one["agreement"].single == 7 * (2 * size + 3)  # of the chosen arm
     assert one["agreement"].bytes == 4 * 7 * size
     assert one["heads"].single == 3 * (15 + 2 * size**2 + 8 * size)
