@@ -25,7 +25,7 @@ from torch import Tensor
 
 from metaban.models.default.prior import LEAST_NOISE, Prior, Statistics
 from metaban.models.learner import NO_ARM_KEY
-from metaban.models.numerics.arrays import Array, inverse, library_of
+from metaban.models.numerics.arrays import Array, cast, inverse, library_of, zeros
 
 #: Arms with a row of their own, those with most samples.
 ARMS_MAX: Final = 4_096
@@ -118,21 +118,6 @@ class ArmEffects:
         variances = library.where(known, self.variances[rows], self.effect_spread * (keys != NO_ARM_KEY))
         return effects, variances, library.where(known[..., None], self.factors[rows], 0.0)
 
-    @classmethod
-    def served(cls, shared: Mapping[str, Array]) -> Self:
-        """As `stored`, without unused rows but the last, which are known without synchronisation only in numpy."""
-        arms = cls.stored(shared)
-        if isinstance(arms.keys, Tensor):
-            return arms
-        used = 1 + int(np.searchsorted(arms.keys[:-1], UNUSED_KEY))
-        return replace(
-            arms,
-            keys=arms.keys[:used],
-            effects=arms.effects[:used],
-            variances=arms.variances[:used],
-            factors=arms.factors[:used],
-        )
-
 
 def looks_at(looks: Array, places: Array) -> Array:
     """e_k [...] of places [...], counted from 0, from e [PLACES]."""
@@ -147,6 +132,37 @@ class QueryArms:
     effects: Array
     variances: Array
     factors: Array
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArmTable:
+    """The arms as requests look them up: sorted keys [A] int64, and effect, variance and factors of each [A, 2 + r].
+
+    The first row is for arms without an id, the last for unknown arms.
+    """
+
+    keys: Array
+    rows: Array
+
+    @classmethod
+    def of(cls, arms: ArmEffects, like: Array) -> Self:
+        """In the dtype of another array. Unused rows are left out where that needs no synchronisation, in numpy."""
+        library = library_of(arms.keys)
+        used = arms.keys.shape[0] if isinstance(arms.keys, Tensor) else int(np.searchsorted(arms.keys, UNUSED_KEY))
+        rows = zeros((used + 2, 2 + arms.factors.shape[1]), arms.effects)
+        rows[1:-1, 0], rows[1:-1, 1], rows[1:-1, 2:] = arms.effects[:used], arms.variances[:used], arms.factors[:used]
+        rows[-1, 1] = arms.effect_spread
+        ends = zeros((2,), arms.keys)
+        ends[0], ends[1] = NO_ARM_KEY, UNUSED_KEY
+        return cls(library.concatenate([ends[:1], arms.keys[:used], ends[1:]]), cast(rows, like))
+
+    def look_up(self, keys: Array) -> QueryArms:
+        """The arms with these keys [N]."""
+        library = library_of(keys)
+        place = library.searchsorted(self.keys, keys)
+        found = self.rows[library.where(self.keys[place] == keys, place, self.keys.shape[0] - 1)]
+        return QueryArms(found[:, 0], found[:, 1], found[:, 2:])
 
 
 @final

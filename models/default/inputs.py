@@ -231,7 +231,7 @@ class ArmInputs:
 
         Arms without factors have zeros there.
         """
-        x = z[..., : self.head_inputs_count]
+        x = z if self.head_inputs_count == z.shape[-1] else z[..., : self.head_inputs_count]
         if self.narrowed:
             x = x @ shared["directions"]
         h = zeros((*x.shape[:-1], self.head_size), z)

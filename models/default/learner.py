@@ -28,6 +28,7 @@ from metaban.models.default.arms import (
     FACTORS_FROM_EVENTS,
     ArmEffects,
     ArmSamples,
+    ArmTable,
     HeadSamples,
     QueryArms,
     derive_arms,
@@ -270,7 +271,7 @@ class PosteriorLearner(Learner):
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
             "user_layer": packed(user_layer) if as_numpy else user_layer,
             "ramps": ramps.packed() if ramps and as_numpy else ramps,
-            "arms": ArmEffects.served(arrays),
+            "arms": ArmTable.of(ArmEffects.stored(arrays), arrays["trunk"]),
             "wide_weights": self._wide_weights(arrays) if self.inputs.wide else None,
             "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
@@ -365,14 +366,10 @@ class PosteriorLearner(Learner):
         if not self.settings.arms or (query.arm_keys is None and not self.inputs.wide):
             return None
         keys = zeros((like.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys
-        arms = self._arms_alone(outline, keys, like)
+        arms: QueryArms = outline["arms"].look_up(keys)
         if self.inputs.wide:
             arms.effects = arms.effects + like @ outline["wide_weights"]
         return arms
-
-    def _arms_alone(self, outline: Any, keys: Array, like: Array) -> QueryArms:
-        """What is known of the arms with these keys, without the part of wide inputs."""
-        return QueryArms(*(cast(values, like) for values in outline["arms"].of(keys)))
 
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
         _, z, predicted = self._encoded(outline, query)
@@ -399,7 +396,7 @@ class PosteriorLearner(Learner):
         arms = None
         if self.settings.heads and self.settings.arms:
             keys = zeros(rows.shape, query.own_row) if query.arm_keys is None else query.arm_keys[rows]
-            arms = self._arms_alone(outline, keys, z)
+            arms = outline["arms"].look_up(keys)
         return posterior_contributions(self.settings, self.inputs, outline, query.own, newborn, z, arms)
 
     def looks(self, outline: Any, places: Array) -> Array:

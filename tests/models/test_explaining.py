@@ -219,7 +219,8 @@ class TestDefault:
         inputs, outline, query = asked.learner.inputs, asked.outline, asked.query
         z = inputs.standardized(outline, query.arms, query.arms[:, :0])
         h = inputs.head_inputs(outline, z, torch.zeros(4, dtype=torch.float64))
-        effects, _, factors = outline["arms"].of(query.arm_keys)
+        known = outline["arms"].look_up(query.arm_keys)
+        effects, factors = known.effects, known.factors
         wide = inputs.wide_inputs(outline, z) @ outline["arm_wide"]
         assert wide.abs().max() > 1e-3
         _, parts = asked.explained([0, 1, 2, 3])

@@ -281,9 +281,24 @@ class ServedModel:
             own_row=self.to_learner(np.array([self._row(request.user_id) for request in requests])),
             own_events=self.to_learner(np.array([version.version for _, version in asking])),
             draws=Draws(draws, [request.seed for request in requests]) if draws else None,
-            arm_keys=self.to_learner(np.concatenate([_arm_keys(request) for request in requests])),
+            arm_keys=self._arm_keys(requests),
         )
         return query, [version for _, version in asking]
+
+    def _arm_keys(self, requests: Sequence[ScoreRequest]) -> Array | None:
+        """The keys of all arms [N]; None when no request has any."""
+        if len(requests) == 1:
+            keys = requests[0].arm_keys
+        elif all(request.arm_keys is None for request in requests):
+            keys = None
+        else:
+            keys = np.concatenate(
+                [
+                    np.full(request.inputs.shape[0], NO_ARM_KEY) if request.arm_keys is None else request.arm_keys
+                    for request in requests
+                ]
+            )
+        return None if keys is None else self.to_learner(keys)
 
     def refresh(self, most: int) -> int:
         """Renew at most `most` briefs that are out of date; returns how many are left.
@@ -407,10 +422,3 @@ class ServedModel:
     def _state_arrays(self, state: UserState) -> Arrays:
         tensors, kind = state.tensors, self._kind
         return {name: self.to_learner(tensors[name].astype(kind, copy=False)) for name in self.learner.fields}
-
-
-def _arm_keys(request: ScoreRequest) -> NDArray[np.int64]:
-    """The keys of a request's arms, [k]."""
-    if request.arm_keys is None:
-        return np.full(request.inputs.shape[0], NO_ARM_KEY)
-    return request.arm_keys

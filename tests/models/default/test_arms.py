@@ -27,6 +27,7 @@ from metaban.models.default.arms import (
     ArmEffects,
     ArmPosteriors,
     ArmSamples,
+    ArmTable,
     arms_by_samples,
     derive_arms,
     looks_at,
@@ -135,13 +136,17 @@ class TestTable:
         arms = arms_of(keys)
         known = {int(key): row for row, key in enumerate(keys) if key != UNUSED_KEY}
         asked = torch.tensor([[3, 20, NO_ARM_KEY], [7, 4, UNUSED_KEY - 1], [2**62, 20, 1]])
+        shared = {name: value.numpy() for name, value in arms.state().items()}
         if library == "torch":
             found = [value.numpy() for value in arms.of(asked)]
+        elif library == "numpy":
+            found = list(ArmEffects.stored(shared).of(asked.numpy()))
         else:
-            shared = {name: value.numpy() for name, value in arms.state().items()}
-            read = ArmEffects.stored(shared) if library == "numpy" else ArmEffects.served(shared)
-            assert read.keys.shape[0] == (5 if library == "numpy" else 4), "one unused row is left"
-            found = list(read.of(asked.numpy()))
+            looked_up = ArmTable.of(ArmEffects.stored(shared), shared["arm_effects"]).look_up(asked.numpy().ravel())
+            found = [looked_up.effects.reshape(3, 3), looked_up.variances.reshape(3, 3)]
+            found.append(looked_up.factors.reshape(3, 3, FACTORS))
+            on_gpu = ArmTable.of(arms, arms.effects).look_up(asked.ravel())
+            assert np.array_equal(on_gpu.factors.numpy(), looked_up.factors)
         effects, variances, factors = found
         assert factors.shape == (3, 3, FACTORS)
         for place in np.ndindex(3, 3):
@@ -153,11 +158,11 @@ class TestTable:
             np.testing.assert_array_equal(factors[place], np.zeros(FACTORS) if row is None else arms.factors[row])
 
     def test_served_without_unused_rows(self) -> None:
-        shared = {name: value.numpy() for name, value in arms_of(torch.tensor([3, 7])).state().items()}
-        assert ArmEffects.served(shared).keys.tolist() == [3, 7]
         initial = ArmEffects.initial(torch.tensor(0.1, dtype=torch.float64), 2)
-        shared = {name: value.numpy() for name, value in initial.state().items()}
-        assert ArmEffects.served(shared).keys.tolist() == [UNUSED_KEY]
+        for arms, keys in ((arms_of(torch.tensor([3, 7])), [3, 7]), (initial, [])):
+            shared = {name: value.numpy() for name, value in arms.state().items()}
+            table = ArmTable.of(ArmEffects.stored(shared), shared["arm_effects"])
+            assert table.keys.tolist() == [NO_ARM_KEY, *keys, UNUSED_KEY]
 
     def test_a_new_table_keeps_what_is_known(self) -> None:
         before = arms_of(torch.tensor([10, 20, 30, UNUSED_KEY]))
