@@ -7,8 +7,9 @@ from typing import Final, final
 
 from metaban.bench.core.local_loop import LoopDecision
 from metaban.bench.regret.methods import LearnerMethod, shipped_settings
+from metaban.bench.shop.inputs import named_context, named_features
 from metaban.bench.shop.player import ShopPlayer, ShownItem
-from metaban.bench.worlds.shop import Places, ShopCatalogue, ShopItem, ShopRequest
+from metaban.bench.worlds.shop import Places, ShopCatalogue, ShopRequest
 from metaban.models.features import Named, infer_layout
 from metaban.models.settings import named_settings
 from metaban.service.engine.recommend.catalogue import ArmTable, EncodedArms
@@ -25,12 +26,12 @@ class ShippedPlayer(ShopPlayer):
         described: list[Named] = (
             [{"item": f"i{identity}"} for identity in catalogue.identities.tolist()]
             if catalogue.metadata is None
-            else [_features(item) for item in catalogue.metadata]
+            else [named_features(item) for item in catalogue.metadata]
         )
         shipped = shipped_settings()
         layout = infer_layout(
             described,
-            _context(ShopRequest(0, 0, "phone", 0)),
+            named_context(ShopRequest(0, 0, "phone", 0)),
             products=shipped.context_products,
             intercept=shipped.intercept,
             hash_dimension=shipped.hash_dimension,
@@ -39,14 +40,14 @@ class ShippedPlayer(ShopPlayer):
         table = ArmTable.of({f"{place:0{ID_DIGITS}}": features for place, features in enumerate(described)})
         self._arms = EncodedArms.of(table, layout, None)
         #: Ids by item; items have the ids of their categories where ids are hidden.
-        self._ids = [f"i{identity}" for identity in catalogue.identities.tolist()]
+        self._ids = [f"{identity:0{ID_DIGITS}}" for identity in catalogue.identities.tolist()]
         method = LearnerMethod(named_settings("default", seed=seed), layout, seed=seed)
         self._loop = method.loop
         self.settings = method.settings
         self._open: dict[tuple[int, int], LoopDecision] = {}  # by slate and item
 
     def recommend(self, request: ShopRequest, eligible: Places, size: int) -> Places:
-        inputs = self._arms.inputs(eligible, _context(request))
+        inputs = self._arms.inputs(eligible, named_context(request))
         ids = [self._ids[item] for item in eligible.tolist()]
         chosen = self._loop.choose_slate(f"user-{request.user}", inputs, size, str(request.number), ids)
         shown = eligible[[decision.arm for decision in chosen]]
@@ -57,12 +58,3 @@ class ShippedPlayer(ShopPlayer):
         for shown in feedback:
             decision = self._open.pop((shown.request.number, shown.item))
             self._loop.learn(f"user-{shown.request.user}", decision, shown.reward)
-
-
-def _features(item: ShopItem) -> Named:
-    """Named features of an item; tags are booleans, since the service takes no lists."""
-    return {"category": item.category, "year": item.year, "price": item.price, **dict.fromkeys(item.tags, True)}
-
-
-def _context(request: ShopRequest) -> Named:
-    return {"device": request.device, "hour": request.hour}
