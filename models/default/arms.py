@@ -136,7 +136,7 @@ class QueryArms:
 
 @final
 @dataclass(frozen=True, slots=True)
-class ArmTable:
+class ArmLookup:
     """The arms as requests look them up: sorted keys [A] int64, and effect, variance and factors of each [A, 2 + r].
 
     The first row is for arms without an id, the last for unknown arms.

@@ -27,8 +27,8 @@ from metaban.models.default.arms import (
     FACTORS,
     FACTORS_FROM_EVENTS,
     ArmEffects,
+    ArmLookup,
     ArmSamples,
-    ArmTable,
     HeadSamples,
     QueryArms,
     derive_arms,
@@ -271,7 +271,7 @@ class PosteriorLearner(Learner):
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
             "user_layer": packed(user_layer) if as_numpy else user_layer,
             "ramps": ramps.packed() if ramps and as_numpy else ramps,
-            "arms": ArmTable.of(ArmEffects.stored(arrays), arrays["trunk"]),
+            "arms": ArmLookup.of(ArmEffects.stored(arrays), arrays["trunk"]),
             "wide_weights": self._wide_weights(arrays) if self.inputs.wide else None,
             "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }

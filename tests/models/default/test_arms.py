@@ -25,9 +25,9 @@ from metaban.models.default.arms import (
     RIDGE_EVENTS,
     UNUSED_KEY,
     ArmEffects,
+    ArmLookup,
     ArmPosteriors,
     ArmSamples,
-    ArmTable,
     arms_by_samples,
     derive_arms,
     looks_at,
@@ -142,10 +142,10 @@ class TestTable:
         elif library == "numpy":
             found = list(ArmEffects.stored(shared).of(asked.numpy()))
         else:
-            looked_up = ArmTable.of(ArmEffects.stored(shared), shared["arm_effects"]).look_up(asked.numpy().ravel())
+            looked_up = ArmLookup.of(ArmEffects.stored(shared), shared["arm_effects"]).look_up(asked.numpy().ravel())
             found = [looked_up.effects.reshape(3, 3), looked_up.variances.reshape(3, 3)]
             found.append(looked_up.factors.reshape(3, 3, FACTORS))
-            on_gpu = ArmTable.of(arms, arms.effects).look_up(asked.ravel())
+            on_gpu = ArmLookup.of(arms, arms.effects).look_up(asked.ravel())
             assert np.array_equal(on_gpu.factors.numpy(), looked_up.factors)
         effects, variances, factors = found
         assert factors.shape == (3, 3, FACTORS)
@@ -161,7 +161,7 @@ class TestTable:
         initial = ArmEffects.initial(torch.tensor(0.1, dtype=torch.float64), 2)
         for arms, keys in ((arms_of(torch.tensor([3, 7])), [3, 7]), (initial, [])):
             shared = {name: value.numpy() for name, value in arms.state().items()}
-            table = ArmTable.of(ArmEffects.stored(shared), shared["arm_effects"])
+            table = ArmLookup.of(ArmEffects.stored(shared), shared["arm_effects"])
             assert table.keys.tolist() == [NO_ARM_KEY, *keys, UNUSED_KEY]
 
     def test_a_new_table_keeps_what_is_known(self) -> None:
