@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
@@ -213,14 +214,20 @@ async def ask_every_server(redis: AsyncRedis | ClusterDriver, *words: str | int)
 
 
 def free_ports(count: int) -> list[int]:
-    """Free ports; all are held until the last one is found."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Free ports below those that the kernel hands out: one of these could be taken before its server starts."""
+    found: dict[int, socket.socket] = {}
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(found) < count:
+            port, each = random.SystemRandom().randrange(20_000, 32_000), socket.socket()
+            try:
+                each.bind(("127.0.0.1", port))
+            except OSError:
+                each.close()
+            else:
+                found[port] = each
+        return list(found)
     finally:
-        for each in sockets:
+        for each in found.values():
             each.close()
 
 
