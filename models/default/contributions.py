@@ -98,7 +98,7 @@ def through_products(x: Array, weight: Array) -> Array:
 
 
 def through_layers(layers: Sequence[tuple[Array, Array]], x: Array, user_offset: Array) -> Array:
-    """Gradient [n, inputs] of `judging.trunk_prediction`, with the same arguments."""
+    """Gradient [n, inputs] of `scoring.trunk_prediction`, with the same arguments."""
     (first, _), *hidden, (last, _) = layers
     y, active = x @ first + user_offset, []
     for weight, offset in hidden:

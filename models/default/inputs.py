@@ -163,7 +163,7 @@ class ArmInputs:
         self.narrowed = self.head_inputs_count > settings.head_inputs_max
         #: Numbers of an input that heads and memory see.
         self.seen = settings.head_directions if self.narrowed else self.head_inputs_count
-        #: Inputs that all users share coefficients of, because heads do not see them.
+        #: Inputs that all users share coefficients of; those that heads do not see come first.
         self.wide = min(count, WIDE_MAX) if count > settings.head_inputs_max else 0
         #: Whether there is a trunk. Where a context makes inputs wide, most of them are products of arm and context:
         #: their coefficients are learned exactly, and networks on them only repeat what arms' effects say.
