@@ -60,6 +60,26 @@ class FeatureError(ValueError):
 
 @final
 @dataclass(frozen=True, slots=True)
+class InputParts:
+    """What a learner tells apart in its inputs of `count` numbers.
+
+    The first `arm` numbers describe the arm, the next `context` ones the request. Where named features are hashed, most
+    places stay empty.
+    """
+
+    count: int
+    arm: int
+    context: int = 0
+    hashed: bool = False
+
+    @classmethod
+    def of(cls, inputs: int | InputParts) -> InputParts:
+        """A number means inputs that all describe the arm."""
+        return cls(inputs, inputs) if isinstance(inputs, int) else inputs
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class FeatureLayout:
     """The layout of a namespace's inputs; fixed once it has events."""
 
@@ -74,6 +94,11 @@ class FeatureLayout:
     def dimension(self) -> int:
         """Length of x."""
         return self.arm + self.context + self.products * self.arm * self.context + self.intercept
+
+    @property
+    def parts(self) -> InputParts:
+        """What a learner tells apart; it need not multiply arm and context where x has their products."""
+        return InputParts(self.dimension, self.arm, 0 if self.products else self.context, self.arm_named)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for a namespace's record."""

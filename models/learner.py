@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from metaban.models.explaining import Agreement, Contributions
+from metaban.models.features import InputParts
 from metaban.models.numerics.arrays import Array, Arrays, at_most, double, library_of, on_device
 from metaban.models.numerics.slates import Slates
 from metaban.models.posterior_draws import Draws
@@ -136,9 +137,9 @@ class Learner(ABC):
     #: Name and shape of each per-user tensor.
     fields: dict[str, tuple[int, ...]]
     dtype: torch.dtype
-    #: d, the length of a raw input, and how many of its first numbers describe the arm alone.
+    #: d, the length of a raw input, and its parts.
     input_size: int
-    arm_inputs: int
+    parts: InputParts
     #: Parameters of the networks that all users share.
     network_size: int
     #: Tensors of the shared state with a row for each of something that is learned; all have the same number of rows.

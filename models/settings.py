@@ -238,7 +238,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_events: int = 64
     epoch_growth: float = 0.03
 
-    STATE_FORMAT = 2  # arms have effects and factors
+    STATE_FORMAT = 3  # users keep residuals
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
                  "head_directions", "memory_samples", "trunk", "embed", "products_max", "apart")  # fmt: skip
 

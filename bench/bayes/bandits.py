@@ -24,7 +24,7 @@ from metaban.bench.regret.methods import layout_of, shipped_settings
 from metaban.bench.worlds.data import DataMissing
 from metaban.bench.worlds.environments import build_environment
 from metaban.models.default.calibration import BINS, HELD, NORMAL_REACH
-from metaban.models.default.evidence import DEVIATION, MEAN, REACH
+from metaban.models.default.samples import DEVIATION, MEAN, REACH
 from metaban.models.policies import Policy, build_policy
 from metaban.models.settings import named_settings
 

@@ -27,9 +27,9 @@ from metaban.bench.bayes.plan import BayesPlan
 from metaban.bench.core.local_loop import LocalLoop, plain_layout
 from metaban.bench.core.report import Bar
 from metaban.bench.worlds.environments import SyntheticGroups
-from metaban.models.default.evidence import ALONE, PLAIN
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Groups, Prior, prior_from_state
+from metaban.models.default.samples import ALONE, PLAIN
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.arrays import as_arrays
 from metaban.models.numerics.hardware import one_thread

@@ -60,7 +60,7 @@ class LocalLoop:
         """Without `epochs`, the shared state stays the initial one."""
         device = device or torch.device("cpu")
         self.layout = inputs
-        learner = build_learner(settings, inputs.dimension, arm_inputs=inputs.arm)
+        learner = build_learner(settings, inputs.parts)
         self._policy = policy
         self._seed = seed
         self._samples_kept = samples_kept

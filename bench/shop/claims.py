@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from metaban.bench.core.report import Bar
-from metaban.bench.shop.players import FACTORS, OURS, OVER_HTTP, RIVALS
+from metaban.bench.shop.players import FACTORS, HASHED, OURS, OVER_HTTP, RIVALS
 from metaban.bench.shop.variants import FULL_SLATES, WORLD_SWITCHES, plain_name, switch_of
 
 #: Slates at the start of a run that have a claim of their own.
@@ -28,6 +28,9 @@ CLICKS_ONLY_LIMIT: Final = 0.95
 
 #: Limit of the difference between clicks through HTTP and in one process, as a share of the latter.
 OVER_HTTP_LIMIT: Final = 0.03
+
+#: Limit of the difference between clicks with more places for names and with the default, as a share of the latter.
+HASHED_LIMIT: Final = 0.05
 
 
 def lengths(slates: int) -> list[int]:
@@ -51,7 +54,7 @@ def shop_bars(variants: Mapping[str, Any], *, quick: bool) -> list[Bar]:
             bars += _no_features_bars(name, found)
         if switch_of(name) == "clicks-only":
             bars += _clicks_only_bars(name, found, variants.get(plain_name(name)))
-        bars += _over_http_bars(name, found)
+        bars += [*_over_http_bars(name, found), *_hashed_bars(name, found)]
     note = ", quick" if quick else ""
     return [Bar(f"shop: {bar.name}{note}", bar.value, bar.sense, bar.limit) for bar in bars]
 
@@ -136,6 +139,17 @@ def _over_http_bars(name: str, found: Mapping[str, Any]) -> list[Bar]:
     difference = abs(methods[OVER_HTTP]["clicks_mean"] / methods[OURS]["clicks_mean"] - 1)
     what = f"{name}: difference of {OVER_HTTP} to {OURS}, as a share of its clicks"
     return [Bar(f"{what}, {found['slates']:,} slates", difference, "<=", OVER_HTTP_LIMIT)]
+
+
+def _hashed_bars(name: str, found: Mapping[str, Any]) -> list[Bar]:
+    """The largest difference that the number of places for names makes."""
+    clicks = {method: row["clicks_mean"] for method, row in found["methods"].items() if method in (OURS, *HASHED)}
+    if not clicks.get(OURS) or len(clicks) == 1:
+        return []
+    ratios = {method: abs(of_method / clicks[OURS] - 1) for method, of_method in clicks.items()}
+    farthest = max(ratios, key=lambda method: ratios[method])
+    what = f"{name}: largest difference to {OURS} by places for names ({farthest}), as a share of its clicks"
+    return [Bar(f"{what}, {found['slates']:,} slates", ratios[farthest], "<=", HASHED_LIMIT)]
 
 
 def _best_rival(results: Iterable[Mapping[str, Any]]) -> str:

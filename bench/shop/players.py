@@ -24,6 +24,9 @@ SETTINGS_FILE: Final = Path(__file__).with_name("rival_settings.json")
 OURS: Final = "metaban"
 OVER_HTTP: Final = "metaban-http"
 
+#: The shipped learner with so many places for names, in place of the default.
+HASHED: Final = {f"metaban-hash-{places}": places for places in (64, 256, 1_024)}
+
 VOWPAL: Final = "vw-ids"
 FACTORS: Final = "icf-thompson"
 
@@ -40,7 +43,7 @@ TUNED: Final[dict[str, Callable[..., ShopPlayer]]] = {
 #: Methods that the shipped learner has to beat, those of a default run, and all.
 RIVALS: Final = ("popularity", *TUNED)
 METHODS: Final = (OURS, *RIVALS, "random", "oracle")
-ALL_METHODS: Final = (*METHODS, OVER_HTTP)
+ALL_METHODS: Final = (*METHODS, OVER_HTTP, *HASHED)
 
 
 def unavailable(name: str) -> str | None:
@@ -64,8 +67,8 @@ def build_player(
     if name in TUNED:
         chosen = tuned_settings(name, variant_name) if settings is None else dict(settings)
         return TUNED[name](shop, seed, **chosen), chosen
-    if name == OURS:
-        shipped = ShippedPlayer(shop.catalogue, seed=seed)
+    if name == OURS or name in HASHED:
+        shipped = ShippedPlayer(shop.catalogue, seed=seed, hash_dimension=HASHED.get(name))
         return shipped, dict(shipped.settings)
     if name == OVER_HTTP:
         asked = HttpPlayer(shop.catalogue, seed=seed)

@@ -22,7 +22,8 @@ ID_DIGITS: Final = 6
 class ShippedPlayer(ShopPlayer):
     """Preset `default` with the service's default settings; arms are the items with named features."""
 
-    def __init__(self, catalogue: ShopCatalogue, *, seed: int) -> None:
+    def __init__(self, catalogue: ShopCatalogue, *, seed: int, hash_dimension: int | None = None) -> None:
+        """Names are hashed into so many places; None means the default."""
         described: list[Named] = (
             [{"item": f"i{identity}"} for identity in catalogue.identities.tolist()]
             if catalogue.metadata is None
@@ -34,7 +35,7 @@ class ShippedPlayer(ShopPlayer):
             named_context(ShopRequest(0, 0, "phone", 0)),
             products=shipped.context_products,
             intercept=shipped.intercept,
-            hash_dimension=shipped.hash_dimension,
+            hash_dimension=hash_dimension or shipped.hash_dimension,
             max_dimension=shipped.max_dimension,
         )
         table = ArmTable.of({f"{place:0{ID_DIGITS}}": features for place, features in enumerate(described)})

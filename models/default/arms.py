@@ -1,12 +1,12 @@
-"""Arms as random effects: an effect of the arm itself, a taste that no feature tells, and the places of a slate.
+"""Arms as random effects: an effect of the arm itself, and a taste that no feature tells.
 
-    reward at place k = e_k · ( wᵀh + b_i + βᵀz ) + noise          h = [1, x, x⊗x, p(x), q_i]
+    reward at place k = e_k · ( wᵀh + b_i + βᵀt ) + noise          h = [1, x, x⊗x, p(x), q_i]
 
 b_i ~ N(0, v_b) is the effect of arm i around what its features say; q_i ~ N(0, diag v_q) are its factors, on which the
 head of a user has coefficients p_u ~ N(0, I): p_uᵀq_i is a low-rank taste (Salakhutdinov and Mnih, "Probabilistic
-Matrix Factorization", 2007). e_k is how often place k is looked at, relative to the first. Where inputs are too many
-for heads, all users share coefficients β ~ N(0, v_β I) of them. All variances are learned by EM, so that a part that
-does not help shrinks to nothing.
+Matrix Factorization", 2007). e_k is how often place k is looked at (places.py). t are terms whose coefficients
+β_j ~ N(0, v_βj) all users share: products of arm and context, and inputs that are too many for heads. All
+variances are learned by EM, so that a part that does not help shrinks to nothing.
 
 Given e_k, a reward r at place k is a reward r/e_k at the first place that counts e_k² times: the rest of the learner
 sees only first places. Everything here is derived from users' samples. An arm that is not in the table has the prior:
@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metaban.models.default.places import PLACES, LookEvidence, looks_at
 from metaban.models.default.prior import LEAST_NOISE, Prior, Statistics
 from metaban.models.learner import NO_ARM_KEY
-from metaban.models.numerics.arrays import Array, cast, inverse, library_of, zeros
+from metaban.models.numerics.arrays import Array, cast, double, inverse, library_of, zeros
 
 #: Arms with a row of their own, those with most samples.
 ARMS_MAX: Final = 4_096
@@ -36,18 +37,14 @@ UNUSED_KEY: Final = torch.iinfo(torch.int64).max
 #: Factors of an arm.
 FACTORS: Final = 4
 
-#: Places with an e_k of their own; later ones share the last.
-PLACES: Final = 16
-
-#: Range of e_k, and the weight of its last value, in squared predictions.
-LEAST_LOOK, MOST_LOOK = 0.05, 2.0
-LOOK_EVIDENCE: Final = 2.0
-
-#: v_b and v_q before they are learned, relative to the noise, and their weight in arms.
+#: v_b, v_q and v_β before they are learned, relative to the noise, and their weight in arms (or terms).
 FIRST_EFFECT: Final = 0.05
 FIRST_FACTOR: Final = 0.05
-FIRST_WIDE: Final = 0.01
+FIRST_WIDE: Final = 0.0005
 FIRST_ARMS: Final = 2.0
+
+#: Weight of the mean of all terms in the variance v_β of one; its own estimate has weight 1.
+TERMS_TOGETHER: Final = 0.5
 
 #: Applied events from which factors are sought, at doublings; columns, some more than factors, and power iterations of
 #: the search.
@@ -68,7 +65,7 @@ RIDGE_CONSTANT_EVENTS: Final = 0.01
 class ArmEffects:
     """Posteriors of arms, sorted by key [A] int64, e_k, and coefficients of wide inputs; float64.
 
-    Effects b [A] with variances [A], factors q [A, r], the spreads v_b [], v_q [r] and v_β [], looks e [PLACES] and
+    Effects b [A] with variances [A], factors q [A, r], the spreads v_b [], v_q [r] and v_β [W], looks e [PLACES] and
     β [W].
     """
 
@@ -88,6 +85,7 @@ class ArmEffects:
         nothing = torch.zeros(1, dtype=torch.float64)
         factors = nothing.expand(1, FACTORS).clone()
         spread = FIRST_EFFECT * noise
+        coefficients = torch.zeros(wide, dtype=torch.float64)
         return cls(
             keys=torch.full((1,), UNUSED_KEY),
             effects=nothing,
@@ -96,8 +94,8 @@ class ArmEffects:
             effect_spread=spread,
             factor_spread=factors[0] + FIRST_FACTOR * noise,
             looks=torch.ones(PLACES, dtype=torch.float64),
-            wide=torch.zeros(wide, dtype=torch.float64),
-            wide_spread=FIRST_WIDE * noise,
+            wide=coefficients,
+            wide_spread=coefficients + FIRST_WIDE * noise,
         )
 
     @classmethod
@@ -117,11 +115,6 @@ class ArmEffects:
         effects = library.where(known, self.effects[rows], 0.0)
         variances = library.where(known, self.variances[rows], self.effect_spread * (keys != NO_ARM_KEY))
         return effects, variances, library.where(known[..., None], self.factors[rows], 0.0)
-
-
-def looks_at(looks: Array, places: Array) -> Array:
-    """e_k [...] of places [...], counted from 0, from e [PLACES]."""
-    return looks[places.clip(None, PLACES - 1)]
 
 
 @final
@@ -184,9 +177,9 @@ class HeadSamples:
 @final
 @dataclass(frozen=True, slots=True)
 class ArmSamples:
-    """Samples of B users for the arms' posteriors; float64.
+    """Samples of B users for the arms' posteriors; float64, except the terms, which take most of the memory.
 
-    Head inputs without factors [B, S, D₀], wide inputs [B, S, W], rewards as observed [B, S], weights [B, S], 0 for
+    Head inputs without factors [B, S, D₀], shared terms [B, S, W], rewards as observed [B, S], weights [B, S], 0 for
     padding; keys and places [B, S] int64.
     """
 
@@ -247,7 +240,7 @@ class ArmPosteriors:
     def _head_samples(self, arms: ArmEffects, batch: ArmSamples, rows: Tensor) -> HeadSamples:
         looks = looks_at(arms.looks, batch.places)
         h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-        rest = _padded(arms.effects)[rows] + batch.wide @ arms.wide
+        rest = _padded(arms.effects)[rows] + double(batch.wide) @ arms.wide
         return HeadSamples(h, batch.rewards / looks - rest, looks, batch.weights)
 
     def _first_place(self, arms: ArmEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,14 +278,14 @@ class ArmPosteriors:
             h, targets, weights = self._first_place(nothing, place)
             away = heads - prior.mean  # [B, D]
             left = (targets - (h @ away.unsqueeze(-1)).squeeze(-1)).flatten()  # [n]
-            x, w = torch.cat([batch.inputs, batch.wide], dim=-1).flatten(0, 1), weights.flatten() / noise
+            x, w = torch.cat([batch.inputs, double(batch.wide)], dim=-1).flatten(0, 1), weights.flatten() / noise
             weighted, index = x * w.unsqueeze(-1), rows.flatten()
             gram, moment = gram + weighted.mT @ x, moment + left @ weighted
             counts, sums = counts.index_add(0, index, w), sums.index_add(0, index, w * left)
             crossed = crossed.index_add(0, index, weighted)
         counts, sums, crossed = counts[:-1], sums[:-1], crossed[:-1]  # without arms that have no row
         share = 1 / (counts + 1 / arms.effect_spread)  # [A]
-        ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), (1 / arms.wide_spread).expand(size - heads_size)])
+        ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), 1 / arms.wide_spread])
         ridge[0] = RIDGE_CONSTANT_EVENTS / noise
         known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge.diag())  # [D₀ + W, D₀ + W]
         coefficients = known @ (moment - (sums * share) @ crossed)
@@ -309,7 +302,7 @@ class ArmPosteriors:
             variances=variances,
             effect_spread=spread,
             wide=wide,
-            wide_spread=_spread(squares, torch.ones_like(wide, dtype=torch.bool), FIRST_WIDE * noise),
+            wide_spread=_own_spreads(squares, noise),
         )
 
     def factors_step(
@@ -339,25 +332,15 @@ class ArmPosteriors:
         return replace(arms, factors=factors, factor_spread=_spread(squares, self._used, FIRST_FACTOR * noise))
 
     def looks_step(self, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> ArmEffects:
-        """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance.
-
-        Places without samples keep theirs: relative to the first, they would move with every round.
-        """
-        earned, seen = (LOOK_EVIDENCE * arms.looks).clone(), torch.full_like(arms.looks, LOOK_EVIDENCE)
-        counted = torch.zeros_like(arms.looks)
+        """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance."""
+        evidence = LookEvidence.before(arms.looks)
         effects, variances = _padded(arms.effects), torch.cat([arms.variances, arms.effect_spread.view(1)])
         for batch, rows, heads, spread in zip(self._batches, self._rows, users, spreads, strict=True):
             h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows] + batch.wide @ arms.wide  # [B, S]
+            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows] + double(batch.wide) @ arms.wide  # [B, S]
             square = first.square() + ((h @ spread) * h).sum(-1) + variances[rows]
-            index = batch.places.clip(None, PLACES - 1).flatten()
-            earned = earned.index_add(0, index, (batch.weights * batch.rewards * first).flatten())
-            seen = seen.index_add(0, index, (batch.weights * square).flatten())
-            counted = counted.index_add(0, index, batch.weights.flatten())
-        looks = earned / seen
-        looks = (looks / looks[0].clamp_min(LEAST_LOOK)).clamp(LEAST_LOOK, MOST_LOOK)
-        looks[0] = 1
-        return replace(arms, looks=torch.where(counted > 0, looks, arms.looks))
+            evidence = evidence.with_samples(batch.places, batch.weights, batch.rewards, first, square)
+        return replace(arms, looks=evidence.looks(arms.looks))
 
     def sought(self, prior: Prior, arms: ArmEffects, generator: torch.Generator) -> ArmEffects:
         """New factors: singular vectors of what is left of the rewards, users × arms, by power iteration.
@@ -412,6 +395,16 @@ def _spread(squares: Tensor, used: Tensor, first: Tensor) -> Tensor:
     total = torch.where(used, squares, 0.0).sum(0) + FIRST_ARMS * first
     spread: Tensor = total / (used.sum() + FIRST_ARMS)
     return spread.clamp_min(LEAST_NOISE)
+
+
+def _own_spreads(squares: Tensor, noise: Tensor) -> Tensor:
+    """v_β [W] from E[β²] [W]: the variance of each term, drawn towards the mean of all terms.
+
+    Few products of arm and context matter. With one variance for all terms, these few would be shrunk like the
+    rest (automatic relevance determination: MacKay, "Bayesian Interpolation", 1992).
+    """
+    together = _spread(squares, torch.ones_like(squares, dtype=torch.bool), FIRST_WIDE * noise)
+    return ((squares + TERMS_TOGETHER * together) / (1 + TERMS_TOGETHER)).clamp_min(LEAST_NOISE)
 
 
 def derive_arms(

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metaban.models.default.evidence import DEVIATION, MEAN, REACH, Samples
+from metaban.models.default.samples import DEVIATION, MEAN, REACH, Samples
 
 #: Bins of equal width over [0, 1].
 BINS: Final = 10

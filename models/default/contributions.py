@@ -1,9 +1,10 @@
 """Explanation of the default learner's mean.
 
-The mean is wᵀh(z) + βᵀz + b_i + p_uᵀq_i, plus the memory's correction (arms.py), with the user's head w on
-h = [1, x, x⊗x, p(z)] of standardised inputs z. Its blocks, with w₀ and p₀ of a user without rewards:
+The mean is wᵀh(z) + βᵀt(z) + b_i + p_uᵀq_i, plus the memory's correction (arms.py), with the user's head w on
+h = [1, x, x⊗x, p(z)] of standardised inputs z, and terms t(z) that all users share coefficients of. Its blocks, with w₀
+and p₀ of a user without rewards:
 
-    shared = w₀ᵀh₀(z) + βᵀz      user = wᵀh(z) − w₀ᵀh₀(z)      arm = b_i      taste = p_uᵀq_i      memory
+    shared = w₀ᵀh₀(z) + βᵀt(z)    user = wᵀh(z) − w₀ᵀh₀(z)      arm = b_i      taste = p_uᵀq_i      memory
 
 w₀ is the prior's mean, mixed with groups and pooled head like all heads. p₀ is the trunk's prediction for such a user.
 Columns are gradient × input of shared + user, the trunk's p included, with the slate summary fixed; the intercept is
@@ -65,14 +66,18 @@ def posterior_contributions(
     if inputs.trunk:
         delta = through_layers(outline["layers"], ramps.values(z) if ramps else z, own["user_offset"])
         gradient = gradient + w[last] * double(ramps.gradient(z, delta) if ramps else delta)
-    through = by_head @ double(outline["directions"]).mT if inputs.narrowed else by_head
-    gradient[:, : inputs.head_inputs_count] += through
+    if inputs.selected:
+        gradient[:, outline["head_columns"]] += by_head
+    else:
+        through = by_head @ double(outline["directions"]).mT if inputs.narrowed else by_head
+        gradient[:, : inputs.head_inputs_count] += through
     shared, arm, taste, memory = first, nothing, nothing, nothing
     if arms is not None:
         arm, taste = double(arms.effects), double(arms.factors) @ w[last + 1 :]
         if inputs.wide:
-            wide = double(outline["wide_weights"])
-            shared, gradient = shared + double(z) @ wide, gradient + wide
+            weights, inputs_z = double(outline["wide_weights"]), double(z)
+            shared = shared + inputs.wide_inputs(outline, inputs_z) @ weights
+            gradient = gradient + inputs.wide_gradient(outline, inputs_z, weights)
     if settings.heads and settings.memory:
         memory, _ = memory_correction(known, Slates([z.shape[0]]), own, outline["gain"], settings.memory_radius)
     return Contributions(

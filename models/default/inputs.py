@@ -3,7 +3,9 @@
 Inputs are standardised. The trunk also gets a piecewise-linear code of each column: cut at its quantiles t₀ < … < t_b,
 it becomes b numbers min(max((z − t_i)/(t_{i+1} − t_i), 0), 1), shifted to [−½, ½]. On such codes a network learns steps
 and thresholds in one column quickly (Gorishniy et al., "On Embeddings for Numerical Features in Tabular Deep Learning",
-2022). The cost of a head grows with the cube of its inputs, so wide inputs are projected to their principal directions.
+2022). The cost of a head grows with the cube of its inputs, so heads see few of many inputs: the most active places
+of hashed features, and principal directions of others. All users share the coefficients of what heads do not see, and
+of the products of arm and context, by which a context ranks arms.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from metaban.models.default.arms import FACTORS
-from metaban.models.default.evidence import Samples
-from metaban.models.default.slate_effects import fit_common_effect, remove_common
+from metaban.models.default.common_part import fit_common_effect, remove_common
+from metaban.models.default.samples import Samples
+from metaban.models.features import InputParts
 from metaban.models.learner import State
 from metaban.models.numerics.arrays import Array, Arrays, bounded, cast, library_of, packed, zeros
 from metaban.models.numerics.normalizer import CONSTANT_RELATIVE_SPREAD, Moments, standardize, winsorize
@@ -28,8 +31,12 @@ NARROWEST_BIN = 0.01
 #: Largest number of rows for quantiles and principal directions.
 ROWS_MAX = 8_192
 
-#: Largest number of inputs with shared coefficients, those that vary most.
-WIDE_MAX = 256
+#: Terms with shared coefficients are the most active ones: at most so many inputs that heads do not see, and so many
+#: products of arm and context, of at most so many inputs of each.
+UNSEEN_MAX = 256
+CROSSED_MAX = 128
+CROSSED_ARM_MAX = 64
+CROSSED_CONTEXT_MAX = 16
 
 #: Principal directions of smaller variance are not scaled up to unit variance.
 SMALLEST_VARIANCE = 1e-3
@@ -147,27 +154,40 @@ def principal_directions(z: Tensor, count: int) -> Tensor:
     return directions
 
 
+def _with_one(z: Array) -> Array:
+    """z [..., d] and a 1: [..., d + 1]."""
+    return library_of(z).concatenate([z, library_of(z).ones_like(z[..., :1])], -1)
+
+
 @final
 class ArmInputs:
     """Maps raw inputs to trunk and head inputs; its parameters are shared state, fixed until a refit."""
 
-    def __init__(self, settings: PosteriorSettings, count: int, arm_inputs: int, dtype: torch.dtype) -> None:
-        """For inputs of `count` numbers, of which the first `arm_inputs` describe the arm alone."""
+    def __init__(self, settings: PosteriorSettings, parts: InputParts, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._count = count
+        self._parts, self._count = parts, parts.count
+        count, most = parts.count, settings.head_inputs_max
         self.bins = bins_for(count, settings.bins, settings.codes_max)
         #: Trunk inputs of an arm.
         self.codes_count = count * (1 + self.bins)
         #: The first numbers of an input that heads are about: all of them or, if these are too many, those of the arm.
-        self.head_inputs_count = count if count <= settings.head_inputs_max else arm_inputs
-        self.narrowed = self.head_inputs_count > settings.head_inputs_max
+        self.head_inputs_count = count if count <= most else parts.arm
+        #: Whether these are still too many: heads then see the most active ones, or projections to few directions.
+        self.selected = self.head_inputs_count > most and parts.hashed
+        self.narrowed = self.head_inputs_count > most and not parts.hashed
         #: Numbers of an input that heads and memory see.
-        self.seen = settings.head_directions if self.narrowed else self.head_inputs_count
-        #: Inputs that all users share coefficients of; those that heads do not see come first.
-        self.wide = min(count, WIDE_MAX) if count > settings.head_inputs_max else 0
-        #: Whether there is a trunk. Where a context makes inputs wide, most of them are products of arm and context:
-        #: their coefficients are learned exactly, and networks on them only repeat what arms' effects say.
-        self.trunk = settings.trunk and (self.narrowed or not self.wide)
+        self.seen = settings.head_directions if self.narrowed else min(self.head_inputs_count, most)
+        self._unseen = min(UNSEEN_MAX, count if self.narrowed else count - self.seen)
+        self._arms_crossed, self._contexts_crossed = (
+            min(parts.arm, CROSSED_ARM_MAX),
+            min(parts.context, CROSSED_CONTEXT_MAX),
+        )
+        self._crossed = min(CROSSED_MAX, self._arms_crossed * self._contexts_crossed)
+        #: Terms that all users share coefficients of: inputs that heads do not see, and products of arm and context.
+        self.wide = self._unseen + self._crossed
+        #: Whether there is a trunk. Where a context makes inputs wide, most of what is shared are products of arm and
+        #: context: their coefficients are learned exactly, and networks only repeat what arms' effects say.
+        self.trunk = settings.trunk and (self.narrowed or count <= most)
         #: Products of two of them among the head inputs, if they are few enough.
         self.products = products_for(self.seen, settings.products_max)
         #: The head input p(x); the arm's factors follow it.
@@ -187,7 +207,12 @@ class ArmInputs:
         if self.removes_common:
             state |= {name: torch.zeros(count, dtype=self.dtype) for name in ("common_ratio", "common_centre")}
         if self.wide:
-            state["wide_columns"] = torch.arange(self.wide)
+            # The first inputs themselves: a factor with the number of no input is 1.
+            state["wide_factors"] = torch.stack(
+                [torch.arange(self.wide).clip(None, count - 1), torch.full((self.wide,), count)]
+            )
+        if self.selected:
+            state["head_columns"] = torch.arange(self.seen)
         if self.narrowed:
             directions = torch.randn(self.head_inputs_count, self.seen, generator=generator, dtype=self.dtype)
             state["directions"] = directions / self.head_inputs_count**0.5
@@ -208,11 +233,12 @@ class ArmInputs:
         z = self.standardized(derived, samples.features[rows], slates[rows])
         if self.bins:
             derived["edges"] = quantile_edges(z, self.bins)
+        # E|z|: 0 for a constant, small for a place that is hardly ever used, 0.8 for a normal variable.
+        active = z.abs().mean(0)
+        if self.selected:
+            derived["head_columns"] = active[: self.head_inputs_count].topk(self.seen).indices.sort().values
         if self.wide:
-            varying = z.var(0, correction=0)
-            if not self.narrowed:
-                varying[: self.head_inputs_count] = -1  # heads see these
-            derived["wide_columns"] = varying.topk(self.wide).indices.sort().values
+            derived["wide_factors"] = self._most_active_terms(z, active, derived.get("head_columns"))
         if self.narrowed:
             arms, earlier = (
                 z[:, : self.head_inputs_count],
@@ -221,6 +247,23 @@ class ArmInputs:
             before = earlier[:, : self.head_inputs_count] @ shared["directions"]
             derived["directions"] = rotated_towards(arms, principal_directions(arms, self.seen), before)
         return derived
+
+    def _most_active_terms(self, z: Tensor, active: Tensor, head_columns: Tensor | None) -> Tensor:
+        """The factors [2, W] of the most active terms: inputs that heads do not see, and products of arm and context.
+
+        From standardised rows [n, d] and their activities [d].
+        """
+        unseen = active.clone()
+        if not self.narrowed:
+            unseen[slice(self.seen) if head_columns is None else head_columns] = -1
+        columns = unseen.topk(self._unseen).indices.sort().values
+        start = self._parts.arm
+        arm = active[:start].topk(self._arms_crossed).indices.sort().values
+        context = start + active[start : start + self._parts.context].topk(self._contexts_crossed).indices.sort().values
+        together = z[:, arm].abs().mT @ z[:, context].abs()  # [arms, contexts]
+        pairs = together.flatten().topk(self._crossed).indices.sort().values
+        crossed = torch.cartesian_prod(arm, context).view(-1, 2)[pairs].mT
+        return torch.cat([torch.stack([columns, torch.full_like(columns, self._count)]), crossed], 1)
 
     def codes(self, shared: Arrays, z: Array) -> Array:
         """Trunk inputs of standardised inputs [..., d]."""
@@ -234,6 +277,8 @@ class ArmInputs:
         x = z if self.head_inputs_count == z.shape[-1] else z[..., : self.head_inputs_count]
         if self.narrowed:
             x = x @ shared["directions"]
+        if self.selected:
+            x = x[..., shared["head_columns"]]
         h = zeros((*x.shape[:-1], self.head_size), z)
         h[..., 0], h[..., 1 : 1 + self.seen], h[..., self.trunk_column] = 1, x, predicted
         if self.products:
@@ -243,8 +288,24 @@ class ArmInputs:
         return h
 
     def wide_inputs(self, shared: Arrays, z: Array) -> Array:
-        """The inputs that all users share coefficients of: z [..., d] → [..., W]."""
-        return z[..., shared["wide_columns"]] if self.wide else z[..., :0]
+        """The terms that all users share coefficients of: z [..., d] → [..., W]."""
+        if not self.wide:
+            return z[..., :0]
+        first, second = shared["wide_factors"]
+        return z[..., first] * _with_one(z)[..., second]
+
+    def wide_gradient(self, shared: Arrays, z: Array, weights: Array) -> Array:
+        """Gradient [n, d] of the terms of z [n, d], weighted by β [W]."""
+        first, second = shared["wide_factors"]
+        coefficients = zeros((self._count + 1, self._count + 1), z)
+        coefficients[first, second] = weights
+        return (_with_one(z) @ (coefficients + coefficients.mT))[:, :-1]
+
+    def same_terms(self, before: Arrays, now: Arrays) -> Tensor:
+        """Which terms [W] of one state are which terms [W] of an earlier one, bool [W, W]."""
+        codes = [state["wide_factors"][0] * (self._count + 1) + state["wide_factors"][1] for state in (now, before)]
+        same: Tensor = codes[0].unsqueeze(-1) == codes[1]
+        return same
 
     def arm_part(self, shared: Arrays, raw: Array, slate: Array) -> Array:
         """Raw inputs [..., d] minus the slate effect, by slate summaries [..., 1 + d]; unchanged when that is off."""

@@ -26,33 +26,20 @@ from torch import Tensor
 from metaban.models.default.arms import (
     FACTORS,
     FACTORS_FROM_EVENTS,
+    FIRST_WIDE,
     ArmEffects,
     ArmLookup,
     ArmSamples,
     HeadSamples,
     QueryArms,
     derive_arms,
-    looks_at,
     with_tastes,
 )
 from metaban.models.default.calibration import BINS, COLUMNS, NORMAL_REACH, calibration_state
+from metaban.models.default.common_part import slate_summary
 from metaban.models.default.contributions import posterior_contributions
-from metaban.models.default.evidence import (
-    DEVIATION,
-    EMBEDDED,
-    MEAN,
-    PLAIN,
-    REACH,
-    TOGETHER,
-    TRUNK,
-    Samples,
-    drift_detected,
-    group_guard,
-    measured_trust,
-    memory_gain,
-    recency_weight,
-    scheduled_trust,
-)
+from metaban.models.default.drift import drift_detected
+from metaban.models.default.evidence import group_guard, measured_trust, memory_gain, scheduled_trust
 from metaban.models.default.groups import GROUP_USERS_MAX, derive_groups, mixture_due
 from metaban.models.default.influence import (
     GROUPS_HELP,
@@ -64,6 +51,7 @@ from metaban.models.default.influence import (
 )
 from metaban.models.default.inputs import ArmInputs, Ramps
 from metaban.models.default.memory import FIRST_GAIN, memory_table, residual_terms
+from metaban.models.default.places import looks_at
 from metaban.models.default.pooled_head import PooledHead
 from metaban.models.default.prior import (
     Groups,
@@ -74,6 +62,17 @@ from metaban.models.default.prior import (
     prior_from_state,
     prior_state,
 )
+from metaban.models.default.samples import (
+    DEVIATION,
+    EMBEDDED,
+    MEAN,
+    PLAIN,
+    REACH,
+    TOGETHER,
+    TRUNK,
+    Samples,
+    recency_weight,
+)
 from metaban.models.default.scoring import (
     HeadPosteriors,
     group_sizes,
@@ -82,10 +81,10 @@ from metaban.models.default.scoring import (
     predict_arms,
     trunk_prediction,
 )
-from metaban.models.default.slate_effects import slate_summary
 from metaban.models.default.trunk import Trunk, TrunkState
 from metaban.models.default.warm_start_prior import WarmStartPrior
 from metaban.models.explaining import Agreement, Contributions, without_own_row
+from metaban.models.features import InputParts
 from metaban.models.learner import Influence, Learner, Query, Scores, State, UserBatch, newest
 from metaban.models.numerics.arrays import (
     Array,
@@ -97,6 +96,8 @@ from metaban.models.numerics.arrays import (
     double,
     library_of,
     packed,
+    symmetric,
+    upper_triangle,
     zeros,
 )
 from metaban.models.numerics.schedule import doubled
@@ -129,19 +130,16 @@ class PosteriorLearner(Learner):
     def __init__(
         self,
         settings: PosteriorSettings,
-        inputs: int,
+        inputs: int | InputParts,
         dtype: torch.dtype = torch.float32,
-        *,
-        arm_inputs: int | None = None,
     ) -> None:
-        """For inputs of so many numbers, of which the first `arm_inputs` (None: all) describe the arm alone."""
         self.settings = settings
-        self.input_size = inputs
-        self.arm_inputs = inputs if arm_inputs is None else arm_inputs
+        self.parts = InputParts.of(inputs)
+        self.input_size = self.parts.count
         self.dtype = dtype
-        self.inputs = ArmInputs(settings, inputs, self.arm_inputs, dtype)
+        self.inputs = ArmInputs(settings, self.parts, dtype)
         self.head_size = self.inputs.head_size
-        self.starts = WarmStartPrior(self.inputs, inputs)
+        self.starts = WarmStartPrior(self.inputs, self.input_size)
         self.start_size = self.starts.size
         #: Numbers of the user embedding: the user's head without its coefficients of p and of factors.
         self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk else 0
@@ -152,11 +150,11 @@ class PosteriorLearner(Learner):
         self.network_size = self.trunk.parameters
         kept = settings.memory_samples
         self.fields = {
-            "gram": (self.head_size, self.head_size),
+            "gram": (self.head_size * (self.head_size + 1) // 2,),  # the upper triangle
             "moment": (self.head_size,),
             "head": (self.head_size,),
-            "kept_heads": (kept, self.head_size),
-            "kept_rewards": (kept,),
+            "kept_arms": (kept, self.inputs.seen),
+            "kept_residuals": (kept,),
             "kept_weights": (kept,),
             "since": (),
         }
@@ -185,6 +183,14 @@ class PosteriorLearner(Learner):
         """The state of arms before any event."""
         return ArmEffects.initial(Prior.initial(self.head_size).noise, self.inputs.wide).state()
 
+    def _with_inputs(self, shared: State, inputs: State) -> State:
+        """New parameters of inputs, and the shared coefficients of those of their terms that are not new."""
+        if not self.inputs.wide:
+            return inputs
+        same = self.inputs.same_terms(shared, inputs).to(torch.float64)  # [W, W]
+        spread = torch.where(same.any(-1), same @ shared["arm_wide_spread"], FIRST_WIDE * shared["noise"])
+        return inputs | {"arm_wide": same @ shared["arm_wide"], "arm_wide_spread": spread}
+
     def with_epoch_number(self, shared: State, number: int) -> State:
         # Samples carry the epoch of their decision, and drift is measured by epochs.
         return {**shared, "epoch": torch.full_like(shared["epoch"], number)}
@@ -198,7 +204,7 @@ class PosteriorLearner(Learner):
         gram, moment = self.starts.statistics(shared, prior_from_state(shared), starts)
         return {
             **{name: zeros((count, *shape), like) for name, shape in self.fields.items()},
-            "gram": cast(gram, like),
+            "gram": cast(upper_triangle(gram), like),
             "moment": cast(moment, like),
             "head": cast(self._head(shared, gram, moment), like),
             "since": zeros((count,), like) + cast(shared["since"], like),
@@ -231,13 +237,15 @@ class PosteriorLearner(Learner):
         h, users = samples.inputs, samples.statistics()
         gram, moment = self.starts.statistics(shared, prior_from_state(shared), batch.starts)
         gram, moment = users.gram + gram, users.moment + moment
+        head = cast(self._head(shared, gram, moment), h)
         index, real = newest(batch.valid, self.settings.memory_samples)
+        kept = chosen(h, index)
         return {
-            "gram": cast(gram, h),
+            "gram": cast(upper_triangle(gram), h),
             "moment": cast(moment, h),
-            "head": cast(self._head(shared, gram, moment), h),
-            "kept_heads": chosen(h, index) * real[..., None],
-            "kept_rewards": chosen(samples.targets, index) * real,
+            "head": head,
+            "kept_arms": kept[..., 1 : 1 + self.inputs.seen] * real[..., None],
+            "kept_residuals": (chosen(samples.targets, index) - (kept @ head[..., None])[..., 0]) * real,
             "kept_weights": chosen(samples.weights * samples.looks**2, index) * real,
             "since": cast(zeros((h.shape[0],), h) + shared["since"], h),
         }
@@ -272,26 +280,18 @@ class PosteriorLearner(Learner):
             "user_layer": packed(user_layer) if as_numpy else user_layer,
             "ramps": ramps.packed() if ramps and as_numpy else ramps,
             "arms": ArmLookup.of(ArmEffects.stored(arrays), arrays["trunk"]),
-            "wide_weights": self._wide_weights(arrays) if self.inputs.wide else None,
+            "wide_weights": cast(arrays["arm_wide"], arrays["trunk"]),
             "noise_held": cast(arrays["noise"], arrays["trunk"]),
         }
-
-    def _wide_weights(self, shared: Arrays) -> Array:
-        """Coefficients of all inputs [d] that all users share."""
-        weights = zeros((self.input_size,), shared["trunk"])
-        weights[shared["wide_columns"]] = cast(shared["arm_wide"], weights)
-        return weights
 
     def prepare_users(self, outline: Any, own: Arrays) -> Arrays:
         library, like = library_of(own["gram"]), own["gram"]
         # Statistics of users without an event since the last drift are down-weighted.
         weight = recency_weight(own["since"] >= outline["since"], like)[:, None]  # [R, 1]
-        gram, moment = double(own["gram"] * weight[..., None]), double(own["moment"] * weight)
+        gram, moment = symmetric(double(own["gram"] * weight), self.head_size), double(own["moment"] * weight)
         posteriors, pooled = self._posteriors(outline, gram, moment), PooledHead.stored(outline)
         pooled_heads, embedding = pooled.with_user_levels(gram, moment), self.embedding(outline, own["head"])
         head = pooled.blend(pooled_heads, posteriors.head)
-        residuals = own["kept_rewards"] - (own["kept_heads"] @ cast(head, like)[..., None])[..., 0]
-        kept = own["kept_heads"][..., : 1 + self.inputs.seen]
         return {
             "heads": cast(
                 library.stack([pooled_heads, posteriors.alone, posteriors.together, head], -1), like
@@ -300,8 +300,8 @@ class PosteriorLearner(Learner):
             "notes": self._request_notes(embedding, outline["reach"]),
             # One product per user: in one product of all, rounding would depend on the batch.
             "user_offset": (embedding[:, None] @ outline["user_layer"])[:, 0] + outline["layers"][0][1],
-            "memory_table": memory_table(kept, own["kept_weights"] * weight, self.settings.memory_radius),
-            "memory_terms": residual_terms(residuals, outline["gain"]),
+            "memory_table": memory_table(own["kept_arms"], own["kept_weights"] * weight, self.settings.memory_radius),
+            "memory_terms": residual_terms(own["kept_residuals"], outline["gain"]),
         }
 
     def _request_notes(self, embedding: Array, reach: Array) -> Array:
@@ -368,7 +368,7 @@ class PosteriorLearner(Learner):
         keys = zeros((like.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys
         arms: QueryArms = outline["arms"].look_up(keys)
         if self.inputs.wide:
-            arms.effects = arms.effects + like @ outline["wide_weights"]
+            arms.effects = arms.effects + self.inputs.wide_inputs(outline, like) @ outline["wide_weights"]
         return arms
 
     def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
@@ -418,8 +418,7 @@ class PosteriorLearner(Learner):
         samples = Samples.of(batches, derived)
         derived |= calibration_state(samples, derived["since"])
         if refit:
-            derived |= self.inputs.derive(derived, samples, self.slate_notes(samples.notes))
-            derived["arm_wide"] = torch.zeros_like(derived["arm_wide"])  # its columns may be others now
+            derived |= self._with_inputs(derived, self.inputs.derive(derived, samples, self.slate_notes(samples.notes)))
         weights = torch.cat([batch.weight for batch in batches]).to(torch.float64)  # [U]
         if self.settings.arms and self.settings.heads:  # without heads, the trunk explains arms too
             derived |= self._derived_arms(derived, batches, weights, total_events, refit=refit)
@@ -486,7 +485,7 @@ class PosteriorLearner(Learner):
             samples.append(
                 ArmSamples(
                     double(h),
-                    double(self.inputs.wide_inputs(derived, z)),
+                    self.inputs.wide_inputs(derived, z),
                     double(batch.rewards),
                     double(recent),
                     batch.arm_keys,

@@ -36,14 +36,14 @@ def closeness(columns: int, radius: float) -> float:
 
 
 def memory_table(kept: Array, weights: Array, radius: float) -> Array:
-    """The right factor of `kernel` [..., 1 + c, S], from kept arms [1, k] [..., S, 1 + c] and their weights [..., S].
+    """The right factor of `kernel` [..., 1 + c, S], from kept arms k [..., S, c] and their weights [..., S].
 
     The part of the exponent that does not depend on the other arm is the coefficient of its constant.
     """
-    arms, close = double(kept), closeness(kept.shape[-1] - 1, radius)
-    table = (arms * close).mT
-    table[..., 0, :] += library_of(arms).log(double(weights).clip(LEAST_WEIGHT, None)) - close / 2 * dots(arms, arms)
-    return table
+    arms, close, library = double(kept), closeness(kept.shape[-1], radius), library_of(kept)
+    # ½ in place of −½‖1‖², because the other arm has a constant of its own.
+    own = library.log(double(weights).clip(LEAST_WEIGHT, None)) + close / 2 * (1 - dots(arms, arms))  # [..., S]
+    return library.concatenate([own[..., None, :], (arms * close).mT], -2)
 
 
 def kernel(x: Array, table: Array, radius: float) -> Array:
@@ -81,7 +81,7 @@ def replay_errors(x: Tensor, residuals: Tensor, valid: Tensor, radius: float) ->
     rows = max(1, KERNEL_NUMBERS_MAX // max(1, samples * samples))
     for start in range(0, x.shape[0], rows):
         part, e, real = x[start : start + rows], residuals[start : start + rows], valid[start : start + rows]
-        near = kernel(part.to(torch.float64), memory_table(part, torch.ones_like(e), radius), radius)
+        near = kernel(part.to(torch.float64), memory_table(part[..., 1:], torch.ones_like(e), radius), radius)
         similarity = near * (earlier & real.unsqueeze(1))  # [b, S, S]
         seen = similarity.sum(-1)  # [b, S]
         earned = (similarity @ e.to(torch.float64).unsqueeze(-1)).squeeze(-1)

@@ -79,6 +79,8 @@ class WarmStartPrior:
             constant = constant + _traces(squares)
             products = _pairs(squares)
         linear = linear * scale
+        if self._inputs.selected:
+            linear = linear[:, basis["head_columns"]]
         if self._inputs.narrowed:
             directions = double(basis["directions"])
             # Least squares over the inputs' distribution, since principal directions are scaled to unit variance.
@@ -105,6 +107,10 @@ class WarmStartPrior:
 
     def _widened(self, linear: Array, basis: Arrays) -> Array:
         """Coefficients of what heads see [B, c] as coefficients of all standardised inputs [B, d]."""
+        if self._inputs.selected:
+            widened = zeros((linear.shape[0], self._count), linear)
+            widened[:, basis["head_columns"]] = linear
+            return widened
         if self._inputs.narrowed:
             linear = linear @ double(basis["directions"]).mT
         missing = self._count - linear.shape[1]
@@ -112,8 +118,8 @@ class WarmStartPrior:
 
     @property
     def _exact_products(self) -> bool:
-        """Whether heads have products of the inputs themselves, not of projections."""
-        return self._inputs.products > 0 and not self._inputs.narrowed
+        """Whether heads have products of the inputs themselves, not of projections or of a choice that may change."""
+        return self._inputs.products > 0 and not (self._inputs.narrowed or self._inputs.selected)
 
     def _split(self, values: Array) -> tuple[Array, Array]:
         """The linear part [B, …] and the products' part [B, products]."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from metaban.models.explaining import Agreement, Contributions, without_own_row
+from metaban.models.features import InputParts
 from metaban.models.learner import Learner, Query, Scores, State, UserBatch
 from metaban.models.metaban.posterior_bonus import fitted_root, initial_root, posterior_deviation
 from metaban.models.numerics.arrays import Arrays, double
@@ -68,7 +69,7 @@ class MetaBanLearner(Learner):
         self.shape = Shape(inputs, settings.width, settings.depth)
         self.network_size = self.shape.parameters
         self.dtype = dtype
-        self.input_size = self.arm_inputs = inputs
+        self.input_size, self.parts = inputs, InputParts.of(inputs)
         self.threshold = group_threshold(settings.nu, settings.gamma)
         #: Whether the bonus is the posterior deviation; user states then hold a root of its covariance.
         self.uses_posterior_bonus = settings.bonus == "posterior"

@@ -7,6 +7,7 @@ several times numpy's; on a GPU only torch works. Scoring is therefore written o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,6 +89,34 @@ def chosen(array: Array, index: Array) -> Array:
     """Select places [B, n] along S of [B, S, …]: [B, n, …]."""
     rows = library_of(array).arange(array.shape[0], **on_device(array))
     return array[rows[:, None], index]
+
+
+def upper_triangle(matrix: Array) -> Array:
+    """The upper triangle of symmetric matrices [..., D, D], row by row: [..., D(D + 1)/2]."""
+    side = matrix.shape[-1]
+    if isinstance(matrix, Tensor):
+        rows, columns = torch.triu_indices(side, side, device=matrix.device)
+        return matrix[..., rows, columns]
+    return matrix.reshape(*matrix.shape[:-2], -1).take(_triangle_places(side)[0], -1)
+
+
+def symmetric(triangle: Array, side: int) -> Array:
+    """The inverse of `upper_triangle`."""
+    if isinstance(triangle, Tensor):
+        matrix = zeros((*triangle.shape[:-1], side, side), triangle)
+        rows, columns = torch.triu_indices(side, side, device=triangle.device)
+        matrix[..., rows, columns] = matrix[..., columns, rows] = triangle
+        return matrix
+    return triangle.take(_triangle_places(side)[1], -1)
+
+
+@lru_cache(maxsize=16)
+def _triangle_places(side: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The place in a matrix of each number of its triangle [D(D + 1)/2], and the reverse [D, D]."""
+    rows, columns = np.triu_indices(side)
+    places = np.zeros((side, side), dtype=np.intp)
+    places[rows, columns] = places[columns, rows] = np.arange(len(rows))
+    return rows * side + columns, places
 
 
 def inverse(matrix: Array) -> Array:

@@ -22,8 +22,8 @@ from metaban.service.settings.environment import WAITAOF_ADVICE, Settings
 from metaban.service.settings.variables import unknown_variables
 from metaban.store.client.connection import ServerInfo, as_int, check_server, command, connect, waitaof_refusal
 from metaban.store.errors import StoreError
+from metaban.store.valkey.configuration import binary
 from metaban.store.valkey.locate import answering_socket, owner_of
-from metaban.store.valkey.process import binary
 
 Level: TypeAlias = Literal["ok", "warn", "fail"]
 

@@ -50,6 +50,9 @@ PIECE_BYTES: Final = 64
 #: reset may come before the refusal.
 LINGER_S: Final = 1.0
 
+#: Pause after each piece of a body that was answered early.
+DROP_PAUSE_S: Final = 0.001
+
 REFUSAL_HEADERS: Final = {**SECURITY_HEADERS, "Content-Security-Policy": CONTENT_POLICY}
 
 
@@ -119,17 +122,25 @@ class LimitedProtocol(HttpToolsProtocol):
         elif not self._has_headers():
             if self._header_timer is None:
                 self._header_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
-        elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
+        elif self.cycle.response_complete:
             # The rest of a body that was answered early: dropped, and not waited for longer than a new request.
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            if self.timeout_keep_alive_task is None:
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+            # Read with pauses: the event loop would take dozens of such pieces in a row before it serves others.
+            self.flow.pause_reading()
+            self.loop.call_later(DROP_PAUSE_S, self._read_on)
         # A connection is judged by its latest request. Admission limits how many wait for us; it does not limit probes.
         cycle = self.cycle
         if cycle is not None and not (
             cycle.response_complete or cycle.more_body or cycle.scope["path"].startswith(PROBES)
         ):
             self._network.waiting.pop(self, None)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

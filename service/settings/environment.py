@@ -209,7 +209,9 @@ class Settings(BaseSettings):
 
     # Features
     hash_dimension: int = Field(default=32, ge=1, le=4096, description="Inputs that named features are hashed into.")
-    context_products: bool = Field(default=False, description="Add the products of arm and context features.")
+    context_products: bool = Field(
+        default=False, description="Add products of arm and context features; `default` makes its own."
+    )
     intercept: bool = Field(default=True, description="Add a constant 1 to every input.")
 
     # Exploration

@@ -244,8 +244,7 @@ def check_size(learner: LearnerSettings, layout: dict[str, Any] | None, *, blame
     try:
         build_learner(learner, 1)  # first: if this fails, the layout is not the cause
         if layout is not None:
-            inputs = FeatureLayout.from_json(layout)
-            build_learner(learner, inputs.dimension, arm_inputs=inputs.arm)
+            build_learner(learner, FeatureLayout.from_json(layout).parts)
     except ValueError as error:
         raise SettingsError(f"{blamed}: {error}") from error
 

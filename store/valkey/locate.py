@@ -13,7 +13,7 @@ from typing import Final, Literal
 import redis
 
 from metaban.store.errors import EmbeddedServerError
-from metaban.store.valkey.process import client
+from metaban.store.valkey.configuration import client
 from metaban.store.valkey.server import OWNER_LOCK, EmbeddedServer, possible_sockets, socket_url
 
 #: Time limit of one PING.

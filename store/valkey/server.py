@@ -30,7 +30,7 @@ import redis
 
 from metaban.store.errors import EmbeddedServerError
 from metaban.store.processes import ProcessNotEnded, SupervisedProcess, end_processes
-from metaban.store.valkey.process import advice, binary, client, configuration, servers_in
+from metaban.store.valkey.configuration import advice, binary, client, configuration, servers_in
 
 #: A unix socket address holds 104 bytes on macOS and 108 on Linux, including the closing zero.
 SOCKET_PATH_MAX_BYTES = 103

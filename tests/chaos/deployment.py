@@ -23,7 +23,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from metaban.store.valkey.process import binary, configuration
+from metaban.store.valkey.configuration import binary, configuration
 from tests.chaos.fork_server import Child, ForkServer
 
 AppendFsync = Literal["everysec", "always"]

@@ -314,7 +314,7 @@ def trainer_of(contents: StoreContents) -> Trainer | None:
         return None
     settings = stored_settings(contents.record.learner)
     layout = FeatureLayout.from_json(contents.record.layout)
-    learner = build_learner(settings, layout.dimension, arm_inputs=layout.arm)
+    learner = build_learner(settings, layout.parts)
     return Trainer(learner, torch.device("cpu"), user_weight=settings.user_weight)
 
 

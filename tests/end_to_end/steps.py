@@ -14,7 +14,7 @@ from metaban.bench.worlds.environments import EnvironmentRound, SyntheticGroups
 from metaban.service.process.local_deployment import Deployment
 
 #: Longest time that `eventually` waits.
-HEAL_S = 30.0
+HEAL_S = 90.0
 
 
 @dataclass

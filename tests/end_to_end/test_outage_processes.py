@@ -107,6 +107,10 @@ def kill_store(service: Deployment, asking: Probes) -> None:
     assert eventually(lambda: len(asking.unlogged) > before)
 
 
+def is_ready(client: httpx.Client) -> bool:
+    return bool(client.get("/health/ready").json()["status"] == "ready")
+
+
 def test_a_private_store_that_is_killed_repeatedly(tmp_path: Path) -> None:
     world = SyntheticGroups(seed=3)
     with (
@@ -124,7 +128,7 @@ def test_a_private_store_that_is_killed_repeatedly(tmp_path: Path) -> None:
             assert asking.is_logged_again()
         assert asking.wrong == []
         assert asking.states == {(200, "ready"), (200, "degraded")}
-        assert eventually(lambda: client.get("/health/ready").json()["status"] == "ready")
+        assert eventually(lambda: is_ready(client)), client.get("/health/ready").text
         assert eventually(lambda: applied_events(service) == accepted), (
             f"{applied_events(service)} of {accepted} learned"
         )
@@ -152,7 +156,7 @@ def test_a_store_that_hangs(tmp_path: Path) -> None:
                 assert asking.is_logged_again()
             assert asking.wrong == []
             assert asking.states == {(200, "ready"), (200, "degraded")}
-            assert eventually(lambda: client.get("/health/ready").json()["status"] == "ready")
+            assert eventually(lambda: is_ready(client)), client.get("/health/ready").text
             assert client.post(
                 "/feedback", json={"decision_id": "round-3", "reward": 1.0, "event_id": "again"}
             ).json() == {"accepted": 1, "duplicates": 0, "rejected": []}

@@ -11,9 +11,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metaban.models.default.arms import FACTORS, LEAST_LOOK, MOST_LOOK, PLACES, UNUSED_KEY
+from metaban.models.default.arms import FACTORS, UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.places import LEAST_LOOK, MOST_LOOK, PLACES
 from metaban.models.default.prior import NO_GROUP
+from metaban.models.features import InputParts
 from metaban.models.learner import NO_ARM_KEY, Query, Scores, State, UserBatch
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import PosteriorSettings, named_settings
@@ -70,16 +72,15 @@ class Scene:
     """Settings, float64 shared state (exact in float32), users and requests."""
 
     settings: PosteriorSettings
-    inputs: int
+    inputs: int | InputParts
     shared: State
     pool: list[UserHistory]
     requests: list[tuple[UserHistory, int, Tensor]]  # asking user, their row in the pool or −1, and arms [k, d]
     arm_keys: list[Tensor] | None = None  # keys [k] of the arms of each request; None when they have no ids
-    arm_inputs: int | None = None  # the first inputs, which describe the arm alone; None: all
 
     def learner(self, dtype: torch.dtype) -> PosteriorLearner:
         """The fast learner."""
-        return PosteriorLearner(self.settings, self.inputs, dtype, arm_inputs=self.arm_inputs)
+        return PosteriorLearner(self.settings, self.inputs, dtype)
 
     def keys_of(self, request: int) -> list[int] | None:
         """Keys of the arms of one request."""
@@ -249,6 +250,8 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     narrowed = wide or draw(st.booleans())
     # Up to two inputs of the arm are few enough for heads, whatever the context adds.
     arm_inputs = d if wide else draw(st.integers(1, d))
+    context = draw(st.integers(0, d - arm_inputs))
+    parts = InputParts(d, arm_inputs, context, hashed=not wide and draw(st.booleans()))
     settings = small(
         alpha=draw(st.sampled_from([0.0, 0.3, 2.0])),
         nu=draw(st.sampled_from([0.1, 1.0, 5.0])),
@@ -268,7 +271,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         seed=draw(st.integers(0, 2**31 - 1)),
         **({"head_inputs_max": 2, "head_directions": draw(st.integers(1, 2))} if narrowed else {}),
     )
-    learner = PosteriorLearner(settings, d, torch.float64, arm_inputs=arm_inputs)
+    learner = PosteriorLearner(settings, parts, torch.float64)
     catalogue = draw(st.sampled_from([0, 1, 6]))  # none: arms have no ids
     if draw(st.sampled_from([True, True, False])):
         changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
@@ -281,7 +284,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     shared = with_common_part(learner, shared, generator)
     if settings.arms and draw(st.booleans()):
         shared = with_known_arms(shared, generator, catalogue)
-    both = as_stored_by(PosteriorLearner(settings, d, arm_inputs=arm_inputs), shared)  # exact in both dtypes
+    both = as_stored_by(PosteriorLearner(settings, parts), shared)  # exact in both dtypes
     shared = QuietState(
         {name: value.to(torch.float64) if value.is_floating_point() else value for name, value in both.items()}
     )
@@ -302,7 +305,7 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         requests.append((asker, row, arms))
         numbers = st.sampled_from([*range(1 + catalogue), NEW_ARM])
         arm_keys.append(torch.tensor(draw(st.lists(numbers, min_size=len(arms), max_size=len(arms)))))
-    return Scene(settings, d, shared, pool, requests, arm_keys if catalogue else None, arm_inputs)
+    return Scene(settings, parts, shared, pool, requests, arm_keys if catalogue else None)
 
 
 def query_of(scene: Scene, learner: PosteriorLearner, shared: State) -> Query:
@@ -366,12 +369,20 @@ def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]
     return centres, np.exp(offset + 0.5 * (centres * pull).sum(-1))
 
 
+def chosen_directions(shared: State, inputs: int) -> Array | None:
+    """What heads see of so many inputs, as a matrix; None for all of them."""
+    if "head_columns" in shared:
+        return np.eye(inputs)[:, shared["head_columns"].numpy()]
+    return as_array(shared["directions"]) if "directions" in shared else None
+
+
 def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     """The literal learner with the same shared numbers."""
     settings, inputs = learner.settings, learner.input_size
-    head_inputs = inputs if inputs <= settings.head_inputs_max else learner.arm_inputs
+    head_inputs = inputs if inputs <= settings.head_inputs_max else learner.parts.arm
+    narrowed = head_inputs > settings.head_inputs_max and not learner.parts.hashed
     # Where a context makes inputs too many for heads, there is no trunk.
-    trunk = settings.trunk and (inputs <= settings.head_inputs_max or head_inputs > settings.head_inputs_max)
+    trunk = settings.trunk and (inputs <= settings.head_inputs_max or narrowed)
     numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
     embedded = settings.embed * trunk * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
@@ -392,7 +403,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
             scale=numbers["scale"],
             edges=numbers.get("edges"),
             head_inputs=head_inputs,
-            directions=numbers.get("directions"),
+            directions=chosen_directions(shared, head_inputs),
             common_ratio=numbers.get("common_ratio"),
             common_centre=numbers.get("common_centre"),
             trunk=members,
@@ -412,8 +423,10 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
             arms=arms_of(shared),
             unknown=LiteralKnown(0.0, float(numbers["arm_effect_spread"]), [0.0] * FACTORS),
             looks=numbers["arm_looks"].tolist(),
-            wide=dict(zip(shared["wide_columns"].tolist(), numbers["arm_wide"].tolist(), strict=True))
-            if "wide_columns" in shared
+            wide=dict(
+                zip(zip(*shared["wide_factors"].tolist(), strict=True), numbers["arm_wide"].tolist(), strict=True)
+            )
+            if "wide_factors" in shared
             else {},
         ),
     )

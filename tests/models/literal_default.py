@@ -59,7 +59,7 @@ class LiteralShared:
     arms: dict[int, LiteralKnown]  # by key
     unknown: LiteralKnown  # an arm with an id that is not among them
     looks: list[float]  # e_k, the last for all later places
-    wide: dict[int, float]  # β by column
+    wide: dict[tuple[int, int], float]  # β by the two columns that are multiplied; the last column is 1
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,9 @@ class LiteralPosterior:
     def effect(self, arm: LiteralShown) -> float:
         """b_i + βᵀz: the same for all users."""
         z = self.standardized(arm)
-        return self.known(arm).effect + sum(weight * z[column] for column, weight in self.shared.wide.items())
+        factors = [*z, 1.0]
+        terms = [weight * factors[one] * factors[other] for (one, other), weight in self.shared.wide.items()]
+        return self.known(arm).effect + sum(terms)
 
     def look(self, sample: LiteralSample) -> float:
         """e_k of the sample's place."""

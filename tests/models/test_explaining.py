@@ -13,12 +13,13 @@ from hypothesis import given
 from torch import Tensor
 
 from metaban.models.default.arms import FACTORS
+from metaban.models.default.common_part import slate_summary
 from metaban.models.default.contributions import through_layers
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.scoring import trunk_prediction
-from metaban.models.default.slate_effects import slate_summary
 from metaban.models.default.trunk import Trunk
 from metaban.models.explaining import Agreement, Contributions
+from metaban.models.features import InputParts
 from metaban.models.learner import Learner, Query, Scores, arm_key
 from metaban.models.metaban.paper import MetaBanLearner, PaperLearner
 from metaban.models.metaban.pooled import PooledLearner
@@ -52,6 +53,8 @@ STEP, TOLERANCE = 1e-6, 1e-6
 WORLDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "context": {**WIDE, "inputs": 5, "arm_inputs": 2},
+    "few-with-context": {"inputs": 5, "arm_inputs": 2, "products_max": 0},
+    "hashed": {**WIDE, "inputs": 7, "arm_inputs": 4, "hashed": 1},
     "wide": WIDE,
     "linear": {"trunk": False, "products_max": 0},
     "no-codes": {"bins": 0},
@@ -357,7 +360,9 @@ def catalogue_request(
     """
     world, generator, items, samples = dict(WORLDS[name]), generator_of(7), 24, 48
     inputs, arm_inputs = world.pop("inputs", 3), world.pop("arm_inputs", None)
-    learner = PosteriorLearner(small(**world), inputs, dtype, arm_inputs=arm_inputs)
+    described = inputs if arm_inputs is None else arm_inputs  # the rest is the context
+    parts = InputParts(inputs, described, inputs - described, hashed=bool(world.pop("hashed", 0)))
+    learner = PosteriorLearner(small(**world), parts, dtype)
     catalogue = torch.randn(items, inputs, generator=generator, dtype=torch.float64)
     keys = torch.tensor([arm_key(f"arm {number}") for number in range(items)])
     opinions = torch.randn(items, generator=generator, dtype=torch.float64)
@@ -367,7 +372,6 @@ def catalogue_request(
             random_history(learner, samples, generator),
             torch.randint(items, (samples,), generator=generator),
         )
-        described = catalogue.shape[1] if arm_inputs is None else arm_inputs  # the rest is the context
         person.features[:, :described] = catalogue[arms, :described]
         if constant is not None:
             person.features[:, 1] = constant

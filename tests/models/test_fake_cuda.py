@@ -28,6 +28,7 @@ from metaban.models.bayes.laplace import (
     mode,
     objective,
 )
+from metaban.models.features import InputParts
 from metaban.models.learner import Learner, Query, State, UserBatch
 from metaban.models.metaban.paper import relative_groups
 from metaban.models.numerics.bias_free_net import Shape, gradient_distance, gradient_norm
@@ -209,11 +210,12 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings) -> None:
     check_training_and_scoring(build_learner(chosen, INPUTS))
 
 
+@pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("arm_inputs", [2, 4])
-def test_wide_inputs_of_arm_and_context_stay_on_the_gpu(arm_inputs: int) -> None:
-    """Heads see the arm alone, or its principal directions; all users share the other coefficients."""
+def test_wide_inputs_of_arm_and_context_stay_on_the_gpu(arm_inputs: int, hashed: bool) -> None:
+    """Heads see the arm alone, its principal directions or its most active places; all users share the rest."""
     chosen = settings("default", head_inputs_max=3, head_directions=2)
-    check_training_and_scoring(build_learner(chosen, INPUTS, arm_inputs=arm_inputs))
+    check_training_and_scoring(build_learner(chosen, InputParts(INPUTS, arm_inputs, INPUTS - arm_inputs, hashed)))
 
 
 def check_training_and_scoring(learner: Learner) -> None:

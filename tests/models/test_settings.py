@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.features import InputParts
 from metaban.models.presets import build_learner
 from metaban.models.settings import (
     LIMITS,
@@ -106,7 +107,7 @@ def test_state_of_another_format_is_refused_with_what_to_do() -> None:
         {name: value for name, value in stored.items() if name != "state_format"},
     ):
         with pytest.raises(
-            ValueError, match=r"format 1, and this version reads format 2\. Use another namespace, or delete"
+            ValueError, match=r"format 1, and this version reads format 3\. Use another namespace, or delete"
         ):
             stored_settings(other)
     assert named_settings("paper").to_json()["state_format"] == 1
@@ -127,16 +128,15 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     assert {name for change in changes for name in change} | {"preset", "state_format"} == set(settings.structure())
 
 
-#: Inputs, and how many of them describe the arm.
-WIDTHS = ((6, 4), (60, 60), (60, 6))
+#: Few inputs, many of the arm, many because of a context, and hashed ones.
+WIDTHS = (InputParts(6, 4), InputParts(60, 60), InputParts(60, 6, 53), InputParts(129, 64, 64, hashed=True))
 
 
 def test_shapes_depend_on_the_structure_alone() -> None:
     """Settings outside the structure may change under stored users, so tensor shapes must not depend on them."""
 
     def shapes(settings: PosteriorSettings) -> list[dict[str, tuple[int, ...]]]:
-        # Few inputs, many of the arm, and many because of a context.
-        learners = [PosteriorLearner(settings, inputs, arm_inputs=of_arm) for inputs, of_arm in WIDTHS]
+        learners = [PosteriorLearner(settings, parts) for parts in WIDTHS]
         return [
             learner.fields
             | {name: tuple(value.shape) for name, value in learner.initial_shared().items()}

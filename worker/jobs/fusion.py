@@ -233,8 +233,7 @@ class FusionTrainer:
         profiles = np.stack([source.profile for source in sources])
         task = FusionTask(
             learner=record.learner,
-            inputs=trainer.learner.input_size,
-            arm_inputs=trainer.learner.arm_inputs,
+            inputs=trainer.learner.parts,
             seed=record.seed + version,
             threads=self._schedule.threads,
             rounds=self._schedule.rounds,

@@ -48,7 +48,7 @@ def train(task: FusionTask, progress: Any) -> bytes:
 
     use_threads(task.threads)
     trained = train_warm_starts(
-        build_learner(stored_settings(task.learner), task.inputs, arm_inputs=task.arm_inputs),
+        build_learner(stored_settings(task.learner), task.inputs),
         task.state,
         task.user_batches,
         torch.from_numpy(task.profiles),

@@ -14,12 +14,13 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, final
 
 import numpy as np
 import torch
 
+from metaban.models.features import InputParts
 from metaban.models.learner import State, UserBatch
 from metaban.store.codec import decode_tensors, encode_tensors
 from metaban.store.errors import CorruptRecord
@@ -46,8 +47,7 @@ class FusionTask:
     """What to train on: samples and profiles of the sources, without their ids."""
 
     learner: dict[str, Any]  # settings, as in the namespace's record
-    inputs: int
-    arm_inputs: int
+    inputs: InputParts
     seed: int
     threads: int
     rounds: int | None  # of the fit; None: the default
@@ -60,15 +60,16 @@ class FusionTask:
         tensors |= {SHARED + name: array for name, array in self.shared.items()}
         for place, batch in enumerate(self.batches):
             tensors |= {f"{BATCH}{place}.{name}": array for name, array in batch.items()}
-        plain = {name: getattr(self, name) for name in ("learner", "inputs", "arm_inputs", "seed", "threads", "rounds")}
+        plain = {name: getattr(self, name) for name in ("learner", "seed", "threads", "rounds")}
+        plain["inputs"] = asdict(self.inputs)
         return encode_tensors(tensors, {"task": json.dumps(plain), "batches": str(len(self.batches))})
 
     @staticmethod
     def decode(blob: bytes) -> FusionTask:
         tensors, metadata = decode_tensors(blob)
-        names = [field.name for field in fields(UserBatch)]
+        names, plain = [field.name for field in fields(UserBatch)], json.loads(metadata["task"])
         return FusionTask(
-            **json.loads(metadata["task"]),
+            **plain | {"inputs": InputParts(**plain["inputs"])},
             shared={name.removeprefix(SHARED): array for name, array in tensors.items() if name.startswith(SHARED)},
             batches=[
                 {name: tensors[f"{BATCH}{place}.{name}"] for name in names} for place in range(int(metadata["batches"]))

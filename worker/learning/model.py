@@ -115,7 +115,7 @@ class NamespaceModel:
             return None
         settings = stored_settings(record.learner)
         layout = FeatureLayout.from_json(record.layout)
-        learner = build_learner(settings, layout.dimension, arm_inputs=layout.arm)
+        learner = build_learner(settings, layout.parts)
         trainer = Trainer(learner, self._device, user_weight=settings.user_weight, rules=record.reward_rules)
         return trainer, self._shared(trainer, published)
 

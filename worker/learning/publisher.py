@@ -121,6 +121,9 @@ class Publisher:
             # during the fit fails the version check of the apply script.
             if event.incarnation == (state.incarnation if state else 0):
                 by_user.setdefault(event.user_id, []).append((entry_id, event))
+        if any(event.epoch > self._model.epoch.number for _, event in found):
+            # A service decided under an epoch that this process has not adopted yet.
+            await self._model.refresh_epoch()
         epoch = self._model.epoch
         fit_inputs = []
         written: dict[str, tuple[list[Sample], dict[int, Sample]]] = {}

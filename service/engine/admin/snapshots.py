@@ -142,7 +142,7 @@ class KnownLearners:
     def records(self, learner: dict[str, Any], layout: dict[str, Any]) -> LearnerRecords:
         """The checks for a learner with these settings."""
         inputs = FeatureLayout.from_json(layout)
-        return LearnerRecords(build_learner(stored_settings(learner), inputs.dimension, arm_inputs=inputs.arm))
+        return LearnerRecords(build_learner(stored_settings(learner), inputs.parts))
 
     def difference(self, learner: dict[str, Any], other: dict[str, Any]) -> str:
         """The settings that make the records of the two learners incompatible, as text."""

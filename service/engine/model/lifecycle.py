@@ -130,9 +130,7 @@ class ModelHost:
                 self.serving = None
                 await self.start()
             elif self.serving is not None and record.learner != before.learner:
-                learner = build_learner(
-                    stored_settings(record.learner), self.serving.layout.dimension, arm_inputs=self.serving.layout.arm
-                )
+                learner = build_learner(stored_settings(record.learner), self.serving.layout.parts)
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._compute, self.serving.model.adopt_learner, learner)
                 self.serving.model.pool_max = self._live.learner.candidate_pool
@@ -179,7 +177,7 @@ class ModelHost:
             return self.serving
 
     async def _open(self, record: NamespaceRecord, layout: FeatureLayout) -> Serving:
-        learner = build_learner(stored_settings(record.learner), layout.dimension, arm_inputs=layout.arm)
+        learner = build_learner(stored_settings(record.learner), layout.parts)
         # Off the event loop: building a large learner takes a while.
         model = await asyncio.get_running_loop().run_in_executor(self._compute, self._model, learner)
         fusion = ServedFusion(self._fusion, learner, self._compute, self._metrics)
@@ -210,6 +208,6 @@ class ModelHost:
 def _check_size(record: NamespaceRecord, layout: FeatureLayout) -> None:
     """FeatureError when the learner cannot have as many inputs as the layout."""
     try:
-        build_learner(stored_settings(record.learner), layout.dimension, arm_inputs=layout.arm)
+        build_learner(stored_settings(record.learner), layout.parts)
     except ValueError as error:
         raise FeatureError(("arms", 0, "features"), str(error)) from None

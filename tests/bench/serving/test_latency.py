@@ -40,8 +40,8 @@ from metaban.bench.serving.populations import (
 from metaban.bench.serving.roofline import Machine, bound_of, bytes_a_user, decision_parts
 from metaban.bench.worlds.environments import SyntheticGroups
 from metaban.models.default.arms import FACTORS
-from metaban.models.default.evidence import ALONE, TOGETHER
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.samples import ALONE, TOGETHER
 from metaban.models.features import assemble
 from metaban.models.numerics.hardware import one_thread
 from metaban.models.settings import PosteriorSettings

@@ -28,7 +28,7 @@ def results(slates: int, ratios: Mapping[int, float | None], *, clicks: float = 
 
 def found(variants: Mapping[str, Any], *, quick: bool = False) -> list[tuple[str, float, float, bool]]:
     bars = shop_bars(variants, quick=quick)
-    assert all(bar.sense == ("<=" if "metaban-http" in bar.name else ">=") for bar in bars)
+    assert all(bar.sense == ("<=" if "difference" in bar.name else ">=") for bar in bars)
     return [(bar.name.removeprefix("shop: "), round(bar.value, 6), bar.limit, bar.holds) for bar in bars]
 
 
@@ -46,6 +46,14 @@ def test_ten_ratios_of_five_worlds() -> None:
             False,
         ),
     ]
+
+
+@pytest.mark.parametrize(("clicks", "difference", "holds"), [(0.96, 0.04, True), (1.06, 0.06, False)])
+def test_the_number_of_places_for_names_makes_little_difference(clicks: float, difference: float, holds: bool) -> None:
+    hashed = {"metaban_hash_64": 1.01, "metaban_hash_1024": clicks}
+    name = "200x150: largest difference to metaban by places for names (metaban-hash-1024), as a share of its clicks"
+    expected = (f"{name}, 3,000 slates", difference, 0.05, holds)
+    assert found({"200x150": results(3_000, {500: None, 3_000: None}, **hashed)}) == [expected]
 
 
 def test_a_partial_run_is_named_after_what_it_ran() -> None:

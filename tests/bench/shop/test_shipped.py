@@ -26,6 +26,10 @@ def test_inputs_are_those_of_named_features_in_the_order_of_the_items() -> None:
     assert found.tolist() == assemble(layout, [named[row] for row in rows], {"device": "tv", "hour": 7}).tolist()
 
 
+def test_places_for_names() -> None:
+    assert ShippedPlayer(catalogue(), seed=0, hash_dimension=64)._loop.layout.dimension == 64 + 64 + 1
+
+
 def test_without_metadata_the_id_is_the_feature() -> None:
     player = ShippedPlayer(catalogue(4, features=False), seed=0)
     assert player._arms.table.features == tuple({"item": f"i{number}"} for number in range(4))

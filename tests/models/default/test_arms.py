@@ -17,12 +17,9 @@ from metaban.models.default.arms import (
     FIRST_EFFECT,
     FIRST_FACTOR,
     FIRST_WIDE,
-    LEAST_LOOK,
-    LOOK_EVIDENCE,
-    MOST_LOOK,
-    PLACES,
     RIDGE_CONSTANT_EVENTS,
     RIDGE_EVENTS,
+    TERMS_TOGETHER,
     UNUSED_KEY,
     ArmEffects,
     ArmLookup,
@@ -30,9 +27,9 @@ from metaban.models.default.arms import (
     ArmSamples,
     arms_by_samples,
     derive_arms,
-    looks_at,
     with_tastes,
 )
+from metaban.models.default.places import LEAST_LOOK, LOOK_EVIDENCE, MOST_LOOK, PLACES, looks_at
 from metaban.models.default.prior import Prior
 from metaban.models.learner import NO_ARM_KEY
 from tests.models.literal_default import Array
@@ -94,7 +91,7 @@ def arms_of(keys: Tensor, seed: int = 0, wide: int = 0) -> ArmEffects:
         "factor_spread": 0.1 + random.random(FACTORS),
         "looks": looks,
         "wide": random.normal(size=wide),
-        "wide_spread": np.array(0.2),
+        "wide_spread": 0.1 + random.random(wide),
     }
     return ArmEffects(keys=keys, **{name: torch.from_numpy(value) for name, value in given.items()})
 
@@ -259,7 +256,7 @@ class TestSteps:
         prior, noise, count = now.prior, float(now.prior.noise), len(now.used)
         size = INPUTS + wide + count
         ridge = np.full(size, 1 / float(now.arms.effect_spread))
-        ridge[:INPUTS], ridge[INPUTS : INPUTS + wide] = RIDGE_EVENTS / noise, 1 / float(now.arms.wide_spread)
+        ridge[:INPUTS], ridge[INPUTS : INPUTS + wide] = RIDGE_EVENTS / noise, 1 / now.arms.wide_spread
         ridge[0] = RIDGE_CONSTANT_EVENTS / noise
         precision, moment = np.diag(ridge), np.zeros(size)
         for sample in now.samples():
@@ -284,8 +281,11 @@ class TestSteps:
         # M step: the mean of E[b²] over the arms, and over some imagined ones of the first value.
         total = (effects**2 + uncertain).sum() + FIRST_ARMS * FIRST_EFFECT * noise
         assert float(arms.effect_spread) == pytest.approx(total / (count + FIRST_ARMS))
-        squares = (expected**2 + variances)[INPUTS : INPUTS + wide].sum() + FIRST_ARMS * FIRST_WIDE * noise
-        assert float(arms.wide_spread) == pytest.approx(squares / (wide + FIRST_ARMS))
+        # Each term has a variance of its own, with a share of the mean of all.
+        squares = (expected**2 + variances)[INPUTS : INPUTS + wide]
+        together = (squares.sum() + FIRST_ARMS * FIRST_WIDE * noise) / (wide + FIRST_ARMS)
+        own = (squares + TERMS_TOGETHER * together) / (1 + TERMS_TOGETHER)
+        np.testing.assert_allclose(arms.wide_spread, own, rtol=1e-9)
         assert torch.equal(arms.looks, now.arms.looks)
         assert torch.equal(arms.factors, now.arms.factors)
 

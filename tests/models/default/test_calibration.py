@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from metaban.models.default.calibration import BINS, COLUMNS, NEWEST, NORMAL_REACH, ReliabilityTable, calibration_state
-from metaban.models.default.evidence import DEVIATION, EMBEDDED, MEAN, REACH, Samples
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.samples import DEVIATION, EMBEDDED, MEAN, REACH, Samples
 from tests.models.default_worlds import batch_of, generator_of, kinds, small
 
 NOW = torch.zeros((), dtype=torch.float64)

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from metaban.models.default.arms import PLACES
-from metaban.models.default.evidence import Samples
 from metaban.models.default.influence import (
     FIRST_LEAN,
     FROM_EVENTS,
@@ -33,6 +31,7 @@ from metaban.models.default.influence import (
     smaller_population,
 )
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.places import PLACES
 from metaban.models.default.prior import (
     NO_GROUP,
     UNSEEN_SPREAD,
@@ -42,6 +41,7 @@ from metaban.models.default.prior import (
     find_groups,
     moment_matched,
 )
+from metaban.models.default.samples import Samples
 from metaban.models.fusion.warm_start_training import LEAST_SOURCES, influential_sources
 from metaban.models.learner import Influence, UserBatch
 from tests.models.default.crowds import SHARE, Crowd

@@ -26,9 +26,11 @@ from metaban.models.default.inputs import (
     rotated_towards,
 )
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.features import InputParts
 from metaban.models.numerics.normalizer import Moments, standardize
 from tests.models.default_worlds import (
     WIDE,
+    UserHistory,
     as_array,
     batch_of,
     generator_of,
@@ -351,3 +353,71 @@ def test_rotated_directions_keep_rows_as_before() -> None:
     other = rotated_towards(rows, directions, torch.randn(400, 3, generator=generator, dtype=torch.float64))
     seen = rows @ other  # a rotation keeps whitened columns white
     assert torch.allclose(seen.mT @ seen, (rows @ directions).mT @ (rows @ directions), atol=1e-6)
+
+
+def crossed_people(learner: PosteriorLearner, users: int, samples: int, places: int) -> list[UserHistory]:
+    """Users in a context of two numbers, the second constant; arm and context have `places` each, few of them used.
+
+    An arm with a 1 in column 1 earns more in one context and less in the other; column 2 means nothing.
+    """
+    generator, people = generator_of(3), []
+    for _ in range(users):
+        features = torch.zeros(samples, learner.input_size, dtype=torch.float64)
+        features[:, 1:3] = torch.randint(2, (samples, 2), generator=generator).double()
+        features[:, places + 1] = torch.randint(2, (samples,), generator=generator).double()
+        features[:, places + 2] = 1
+        agrees = features[:, 1] == features[:, places + 1]
+        rewards = 0.2 + 0.5 * agrees + 0.1 * torch.randn(samples, generator=generator, dtype=torch.float64)
+        notes = torch.zeros(samples, learner.noted, dtype=torch.float64)
+        people.append(UserHistory(features, rewards, notes, torch.zeros(samples, dtype=torch.int64)))
+    return people
+
+
+@pytest.mark.parametrize("places", [4, 32, 256], ids=lambda places: f"{places} places")
+def test_a_context_ranks_arms(places: int) -> None:
+    """Whatever the number of places, all users learn which product of arm and context earns more."""
+    parts = InputParts(2 * places + 1, places, places, hashed=True)
+    learner = PosteriorLearner(small(head_inputs_max=8, trunk=False, memory=False), parts, torch.float64)
+    shared = learner.initial_shared()
+    for events in (128, 512, 1_100):
+        shared = learner.derive(shared, [batch_of(crossed_people(learner, 20, 20, places))], events // 2, events)
+    first, second = shared["wide_factors"]
+    best = int(shared["arm_wide"].abs().argmax())
+    assert (int(first[best]), int(second[best])) == (1, places + 1)
+    others = shared["arm_wide"].abs().sort().values[-2]
+    assert shared["arm_wide"][best] > 0.1 > 5 * others, "terms that mean nothing have variances of their own"
+    assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == learner.inputs.wide
+
+
+def test_heads_see_the_most_active_places() -> None:
+    places = 64
+    learner = PosteriorLearner(
+        small(head_inputs_max=4, head_directions=2), InputParts(places, places, hashed=True), torch.float64
+    )
+    assert learner.inputs.seen == 4
+    people = kinds(learner, 6, 20, generator_of(5))
+    for person in people:
+        used = person.features[:, [3, 17, 40]].clone()
+        person.features.zero_()
+        person.features[:, [3, 17, 40]] = used
+        person.features[0, 50] = 1  # once a user
+    shared = learner.derive(learner.initial_shared(), [batch_of(people)], 0, 128)
+    assert shared["head_columns"].tolist() == [3, 17, 40, 50]
+    z = learner.inputs.standardized(shared, people[0].features, people[0].features[:, :0])
+    h = learner.inputs.head_inputs(shared, z, z[:, 0])
+    assert torch.equal(h[:, 1:5], z[:, [3, 17, 40, 50]])
+
+
+def test_coefficients_of_terms_survive_a_refit() -> None:
+    """Terms are chosen again at a refit: those that stay keep their coefficients, whatever their order."""
+    parts = InputParts(9, 4, 4, hashed=True)
+    learner = PosteriorLearner(small(head_inputs_max=8), parts, torch.float64)
+    shared = learner.initial_shared()
+    batch = batch_of(crossed_people(learner, 8, 10, 4))
+    refitted = learner.derive(shared, [batch], 100, 128)
+    swapped = {name: refitted[name].clone() for name in ("wide_factors", "arm_wide", "arm_wide_spread")}
+    for name in swapped:
+        swapped[name] = swapped[name].flip(-1)
+    one, other = (learner.derive(given, [batch], 200, 256) for given in (refitted, refitted | swapped))
+    for name in ("arm_wide", "arm_wide_spread", "prior_mean"):
+        torch.testing.assert_close(one[name], other[name])

@@ -20,8 +20,8 @@ def rows_of(*shape: int, seed: int = 0) -> Tensor:
 
 def near(x: Tensor, kept: Tensor, radius: float) -> Tensor:
     """The kernel on arms as they are."""
-    arms, others = with_constant(x), with_constant(kept)
-    found: Tensor = kernel(arms.double(), memory_table(others, torch.ones_like(others[..., 0]), radius), radius)
+    table = memory_table(kept, torch.ones_like(kept[..., 0]), radius)
+    found: Tensor = kernel(with_constant(x).double(), table, radius)
     return found
 
 
@@ -62,7 +62,7 @@ def test_samples_count_by_weight() -> None:
     """Also with weight zero."""
     arms = rows_of(2, 3, 4)
     weights = torch.tensor([[1.0, 0.05, 0.0], [0.0, 1.0, 0.5]], dtype=torch.float64)
-    weighted = kernel(with_constant(arms), memory_table(with_constant(arms + 0.01), weights, RADIUS), RADIUS)
+    weighted = kernel(with_constant(arms), memory_table(arms + 0.01, weights, RADIUS), RADIUS)
     torch.testing.assert_close(weighted, near(arms, arms + 0.01, RADIUS) * weights.unsqueeze(1))
 
 

@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 
 from metaban.models.default.evidence import (
-    ALONE,
-    PLAIN,
     POOLED_ALONE_INFORMATION,
     POOLED_UNTIL_EVENTS,
     POOLED_UNTIL_INFORMATION,
-    TOGETHER,
     TRUST_LEAD,
 )
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.pooled_head import RIDGE_CONSTANT_EVENTS, RIDGE_EVENTS, PooledHead
 from metaban.models.default.prior import Prior, Statistics
+from metaban.models.default.samples import ALONE, PLAIN, TOGETHER
 from metaban.models.learner import State, UserBatch
 from tests.models.default_worlds import WIDE, Scene, batch_of, fast_scores, generator_of, grouped_epoch, kinds, small
 from tests.models.worlds import assert_close

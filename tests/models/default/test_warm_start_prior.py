@@ -13,21 +13,25 @@ from metaban.models.default.arms import FACTORS
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import prior_from_state
 from metaban.models.default.warm_start_prior import START_REACH, TRUST_MAX
+from metaban.models.features import InputParts
 from metaban.models.learner import State
 from metaban.models.metaban.paper import PaperLearner
-from metaban.models.numerics.arrays import as_arrays
+from metaban.models.numerics.arrays import as_arrays, symmetric
 from metaban.models.settings import MetaBanSettings, PosteriorSettings
 from tests.models.default_worlds import batch_of, generator_of, kinds
 
 #: So many inputs that heads see only the first of them, which describe the arm.
 WITH_CONTEXT, OF_ARM = 61, 4
+#: So many hashed inputs that heads see the most active ones.
+HASHED = 62
 #: Inputs with products, without, and so many that heads see only principal directions or the arm's part.
-WIDTHS = (3, 12, 60, WITH_CONTEXT)
+WIDTHS = (3, 12, 60, WITH_CONTEXT, HASHED)
 
 
 def build(inputs: int, **changes: object) -> PosteriorLearner:
     settings = replace(PosteriorSettings(memory_samples=4), **changes)
-    return PosteriorLearner(settings, inputs, torch.float64, arm_inputs=OF_ARM if inputs == WITH_CONTEXT else None)
+    parts = {WITH_CONTEXT: InputParts(inputs, OF_ARM, inputs - OF_ARM), HASHED: InputParts(inputs, inputs, hashed=True)}
+    return PosteriorLearner(settings, parts.get(inputs, inputs), torch.float64)
 
 
 def grouped_epoch(learner: PosteriorLearner, shared: State | None = None, seed: int = 0, events: int = 512) -> State:
@@ -67,7 +71,7 @@ def test_a_start_is_another_prior(inputs: int, trust: float) -> None:
     people = kinds(learner, 2, 5, generator_of(7))
     batch = replace(batch_of(people), starts=start_of(learner, shared, heads, trust))
     states = learner.fit(shared, batch, {})
-    found, covariance = prior.posterior(states["gram"], states["moment"])
+    found, covariance = prior.posterior(symmetric(states["gram"], learner.head_size), states["moment"])
     samples = learner.head_samples(shared, batch)
     h, targets = samples.inputs.numpy(), samples.targets.numpy()
     for user, head in enumerate(heads.numpy()):
@@ -88,7 +92,8 @@ def test_without_samples_the_head_is_the_start(inputs: int, groups: bool) -> Non
     shared = grouped_epoch(learner)
     heads = head_near(learner, shared, 3, 2)
     states = learner.warm_started(shared, start_of(learner, shared, heads, 0.6))
-    mean, covariance = prior_from_state(shared).posterior(states["gram"], states["moment"])
+    gram = symmetric(states["gram"], learner.head_size)
+    mean, covariance = prior_from_state(shared).posterior(gram, states["moment"])
     torch.testing.assert_close(mean, heads, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(covariance, (0.4 * shared["prior_covariance"]).expand_as(covariance))
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields

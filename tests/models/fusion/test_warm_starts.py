@@ -20,6 +20,7 @@ from metaban.models.fusion.warm_start_training import LEAST_SOURCES, TrainedStar
 from metaban.models.fusion.warm_starts import GuardReport, WarmStarter
 from metaban.models.learner import State, UserBatch
 from metaban.models.metaban.paper import PaperLearner
+from metaban.models.numerics.arrays import symmetric
 from metaban.models.settings import MetaBanSettings
 from tests.models.default_worlds import UserHistory, batch_of, generator_of, small
 
@@ -108,7 +109,7 @@ class TestGuard:
             }  # fmt: skip
             started = replace(batch, **kept, starts=torch.from_numpy(start))
             state = model.fit(shared, started, {}) if seen else model.warm_started(shared, started.starts)
-            mean, covariance = prior.posterior(state["gram"][0], state["moment"][0])
+            mean, covariance = prior.posterior(symmetric(state["gram"][0], len(prior.mean)), state["moment"][0])
             h = first.inputs[0, seen]
             normal = torch.distributions.Normal(h @ mean, (h @ covariance @ h + prior.noise).sqrt())
             expected -= float(normal.log_prob(first.rewards[0, seen]))

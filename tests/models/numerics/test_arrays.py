@@ -26,6 +26,8 @@ from metaban.models.numerics.arrays import (
     packed,
     rectified,
     softmax,
+    symmetric,
+    upper_triangle,
     zeros,
 )
 
@@ -221,3 +223,14 @@ class TestTensorsAsArrays:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_the_same_type_of_numbers(self, dtype: torch.dtype) -> None:
         assert torch.from_numpy(np.zeros(1, numpy_kind(dtype))).dtype == dtype
+
+
+@KINDS
+@TYPES
+@pytest.mark.parametrize("side", [1, 2, 5])
+def test_symmetric_matrices_have_a_triangle(kind: str, dtype: str, side: int) -> None:
+    matrices = covariances(3, side)
+    expected = [[matrix[row, column] for row in range(side) for column in range(row, side)] for matrix in matrices]
+    triangle = upper_triangle(given(matrices, kind, dtype))
+    assert_same(triangle, np.array(expected, dtype=dtype), kind, dtype)
+    assert_same(symmetric(triangle, side), matrices.astype(dtype), kind, dtype)

@@ -356,6 +356,27 @@ async def test_rest_of_a_body_is_dropped_and_the_connection_stays_open() -> None
         writer.close()
 
 
+async def test_rest_of_a_body_is_read_with_pauses() -> None:
+    """Between two pieces of it, others are served: reading stops after each piece."""
+    paused = []
+
+    class Watched(LimitedProtocol):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and self.cycle.response_complete:
+                paused.append(self.flow.read_paused)
+
+    async with serving(Watched, early_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 4000000\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"no"), 30)
+        writer.write(b"a" * 4_000_000)
+        await asyncio.wait_for(writer.drain(), 30)
+        writer.close()
+    assert paused
+    assert all(paused)
+
+
 async def test_missing_rest_of_a_body_times_out() -> None:
     async with serving(LimitedProtocol, early_app, timeout_keep_alive=1) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -15,7 +15,7 @@ from typing import Any
 
 import redis as driver
 
-from metaban.store.valkey.process import servers_in
+from metaban.store.valkey.configuration import servers_in
 from metaban.store.valkey.server import EmbeddedServer
 
 #: A process that owns the directory in argv[1], stores a value, prints its server's pid, and waits.

@@ -17,7 +17,7 @@ import pytest
 import redis as driver
 
 from metaban.store.errors import EmbeddedServerError
-from metaban.store.valkey.process import servers_by_command_line
+from metaban.store.valkey.configuration import servers_by_command_line
 from metaban.store.valkey.server import SOCKET_PATH_MAX_BYTES, EmbeddedServer
 from tests.store.valkey.owner_processes import (
     answers,

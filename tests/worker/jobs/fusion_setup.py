@@ -91,8 +91,7 @@ async def trained(shop: Workshop) -> bytes:
         sources, batches = await sources_of(shop).batches(learner, await sources_of(shop).find(PROFILES))
         task = FusionTask(
             learner=shop.record.learner,
-            inputs=learner.learner.input_size,
-            arm_inputs=learner.learner.arm_inputs,
+            inputs=learner.learner.parts,
             seed=0,
             threads=1,
             rounds=1,

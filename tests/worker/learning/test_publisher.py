@@ -12,6 +12,7 @@ import pytest
 from metaban.store.errors import FenceLost, StoreReset
 from metaban.store.users.records import UserState, UserUpdate
 from metaban.store.users.users import UserStore
+from metaban.worker.learning.model import NamespaceModel
 from metaban.worker.learning.trainer import FitInput
 from tests.worker.epochs.epoch_checks import before_first
 from tests.worker.workshop import NOTED, OpenWorkshop, Workshop, features, layout, make_event, make_sample, small_paper
@@ -184,6 +185,14 @@ class TestEpochs:
         """The epoch that another process publishes after sixteen events."""
         await shop.epoch_trainer("another", model=shop.new_model()).tick()
 
+    async def model_one_epoch_behind(self, shop: Workshop) -> NamespaceModel:
+        await self.publish_next_epoch(shop)
+        behind = shop.new_model()
+        await behind.refresh_epoch()
+        await shop.learn({"a": 16})
+        await self.publish_next_epoch(shop)
+        return behind
+
     async def test_a_fit_under_an_outdated_epoch_is_repeated(self, shop: Workshop) -> None:
         await self.publish_next_epoch(shop)
         await shop.learn({"a": 15, "b": 1})
@@ -201,16 +210,23 @@ class TestEpochs:
         await fitted_under_current_epoch(shop, "b")
 
     async def test_a_process_that_does_not_know_the_epoch_yet(self, shop: Workshop) -> None:
-        await self.publish_next_epoch(shop)
-        behind = shop.new_model()
-        await behind.refresh_epoch()
-        await shop.learn({"a": 16})
-        await self.publish_next_epoch(shop)
+        behind = await self.model_one_epoch_behind(shop)
         assert (behind.epoch.number, await shop.epoch_number()) == (0, 1)
         await shop.publisher(model=behind).publish(0, await shop.give([make_event("a", 50), make_event("new", 51)]))
         assert await shop.versions() == {"a": 17, "new": 1}
         await fitted_under_current_epoch(shop, "a")
         await fitted_under_current_epoch(shop, "new")
+
+    async def test_a_decision_of_a_later_epoch_is_fitted_under_that_one(self, shop: Workshop) -> None:
+        behind = await self.model_one_epoch_behind(shop)
+        store, come, passing = held_before_apply(shop)
+        deliveries = await shop.give([make_event("a", 50, epoch=1)])
+        slow = asyncio.create_task(shop.publisher(users=store, model=behind).publish(0, deliveries))
+        await come.wait()
+        assert behind.epoch.number == 1, "adopted before the fit, not after it"
+        passing.set()
+        await slow
+        await fitted_under_current_epoch(shop, "a")
 
 
 class TestDeadLetters:

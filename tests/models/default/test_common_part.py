@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metaban.models.default.slate_effects import fit_common_effect, remove_common, slate_summary
+from metaban.models.default.common_part import fit_common_effect, remove_common, slate_summary
 from metaban.models.numerics.slates import Slates
 from tests.models.literal_default import literal_ratio
 from tests.models.worlds import assert_close

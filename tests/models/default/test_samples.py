@@ -1,4 +1,4 @@
-"""Evidence the default learner uses: sample weights, row sampling, and detection of a change of tastes."""
+"""Samples of all users as one table: weights, places, and what their notes are evidence for."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from metaban.models.default.arms import PLACES
-from metaban.models.default.evidence import (
-    DRIFT_SAMPLES,
-    EMBEDDED,
+from metaban.models.default.evidence import group_guard, measured_trust
+from metaban.models.default.places import PLACES
+from metaban.models.default.samples import (
     STALE_WEIGHT,
-    TOGETHER,
     Samples,
-    drift_detected,
     first_place_rewards,
-    group_guard,
-    measured_trust,
     sample_weights,
 )
 from metaban.models.learner import State, UserBatch
@@ -145,45 +140,3 @@ def test_spread_rows_are_evenly_spaced() -> None:
     rows = samples.evenly_spread(20)
     assert rows.tolist() == list(range(2, 100, 5))
     assert samples.evenly_spread(10_000).unique().tolist() == list(range(100))
-
-
-def samples_with_shortfall(*parts: tuple[int, int, float]) -> Samples:
-    """Samples given as (epoch, count, amount by which rewards fell short of the prediction)."""
-    generator = torch.Generator().manual_seed(0)
-    epochs = torch.cat([torch.full((count,), epoch) for epoch, count, _ in parts])
-    short = torch.cat([torch.full((count,), by) for _, count, by in parts]).double()
-    rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
-    notes = torch.zeros(epochs.shape[0], EMBEDDED, dtype=torch.float64)
-    notes[:, TOGETHER] = 0.5 + short
-    nothing, ones = torch.zeros(epochs.shape[0], 1), torch.ones(epochs.shape[0])
-    return Samples(nothing, rewards, notes, epochs, ones, ones)
-
-
-MANY = 4 * DRIFT_SAMPLES
-
-
-@pytest.mark.parametrize(
-    ("parts", "since", "expected"),
-    [
-        ([(3, MANY, 0.0), (8, MANY, 0.0), (9, MANY, 0.0)], 0, False),  # as before
-        ([(3, MANY, 0.0), (8, MANY, 0.4), (9, MANY, 0.4)], 0, True),  # much worse in the latest two epochs
-        ([(3, MANY, 0.0), (8, MANY, -0.4), (9, MANY, -0.4)], 0, False),  # better than predicted
-        ([(3, MANY, 0.0), (7, MANY, 0.4), (9, MANY, 0.0)], 0, False),  # worse, but not recently
-        ([(3, MANY, 0.2), (9, MANY, 0.2)], 0, False),  # always a little worse: the best of many arms is overestimated
-        ([(3, MANY, 0.0), (9, DRIFT_SAMPLES - 1, 0.9)], 0, False),  # too few samples
-        ([(3, DRIFT_SAMPLES - 1, 0.0), (9, MANY, 0.9)], 0, False),
-        ([(3, MANY, 0.0), (6, MANY, 0.4), (9, MANY, 0.4)], 5, False),  # no change since the last one
-        ([(3, MANY, 0.4), (6, MANY, 0.0), (9, MANY, 0.4)], 5, True),
-    ],
-)
-def test_recent_rewards_below_predictions_are_a_change_of_tastes(
-    parts: list[tuple[int, int, float]], since: int, expected: bool
-) -> None:
-    assert bool(drift_detected(samples_with_shortfall(*parts), since_of(9), since_of(since))) == expected
-
-
-def test_first_predictions_are_no_change_of_tastes() -> None:
-    """Before the first epoch there are no predictions; having them afterwards is no change of tastes."""
-    first = (0, MANY, -0.5)
-    assert not drift_detected(samples_with_shortfall(first, (1, MANY, 0.0)), since_of(2), since_of(0))
-    assert not drift_detected(samples_with_shortfall(first, (1, MANY, 0.0), (2, MANY, 0.05)), since_of(2), since_of(0))
