@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,19 @@ def eventually(holds: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def epoch_served(deployment: Deployment, events: int) -> bool:
+    """Wait until an epoch that was derived from so many events is served; False after HEAL_S.
+
+    Scores and stored state change with an epoch, some time after the event that made it due.
+    """
+
+    def served() -> bool:
+        lines = [line for line in deployment.log().splitlines() if '"event": "epoch_served"' in line]
+        return any(json.loads(line)["events"] >= events for line in lines)
+
+    return eventually(served)
 
 
 def applied_events(deployment: Deployment) -> int:

@@ -16,11 +16,14 @@ from metaban.models.policies import build_policy
 from metaban.models.settings import named_settings
 from metaban.service.process.local_deployment import Deployment
 from metaban.service.settings.environment import Settings, learner_settings
-from tests.end_to_end.steps import play_over_http, scores_for_all_users
+from tests.end_to_end.steps import epoch_served, play_over_http, scores_for_all_users
 
 SEED = 7
 ROUNDS = 600
 LAST = 100
+
+#: The last event before the restart that makes an epoch due.
+LAST_EPOCH = 256
 
 
 @pytest.fixture
@@ -45,7 +48,9 @@ def stored_state(deployment: Deployment) -> dict[bytes, object]:
 def test_the_loop_learns_and_survives_a_restart_of_everything(deployment: Deployment) -> None:
     world = SyntheticGroups(seed=SEED)
     with httpx.Client(base_url=deployment.url, timeout=60) as client:
-        plays = play_over_http(client, world, 0, ROUNDS // 2)
+        plays = play_over_http(client, world, 0, LAST_EPOCH)
+        assert epoch_served(deployment, LAST_EPOCH)
+        plays += play_over_http(client, world, LAST_EPOCH, ROUNDS // 2)
         thought = scores_for_all_users(client, SyntheticGroups(seed=1))
     before = stored_state(deployment)
     versions = {

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from metaban.bench.worlds.environments import EnvironmentRound, SyntheticGroups
 from metaban.service.cli.main import app
 from metaban.service.process.local_deployment import Deployment
-from tests.end_to_end.steps import applied_events, eventually, play_over_http, scores_for_all_users
+from tests.end_to_end.steps import applied_events, epoch_served, eventually, play_over_http, scores_for_all_users
 
 
 def metaban(data_dir: Path, *words: str, code: int = 0, **environment: str) -> str:
@@ -68,7 +68,8 @@ def test_bad_rewards_are_rolled_back_under_traffic(tmp_path: Path) -> None:
     with service, httpx.Client(base_url=service.url, timeout=60) as client:
         world = SyntheticGroups(seed=3)
         play_over_http(client, world, 0, 66)
-        for user in range(12):  # all users of later requests are known
+        assert epoch_served(service, 64)
+        for user in range(12):  # all users of later requests are known, and fitted under this epoch
             play_over_http(client, OneUser(user), 1_000 + user, 1_001 + user)
         thought = scores_for_all_users(client, SyntheticGroups(seed=1))
         snapshot = metaban(data, "create", "--name", "good")
