@@ -496,7 +496,7 @@ def transfer(
     [bold]linear[/]: related and unrelated sources in a linear model. [bold]surrogate[/]: predicted against measured
     losses of sets of sources, with MovieLens users as tasks. [bold]selection[/]: loss of targets with the selected
     sources, against all, none and those of first-order methods. [bold]speed[/]: training sets in one batch against one
-    by one. [bold]poison[/]: loss of users when others send false rewards, with and without influence weights.
+    by one.
     """
     from metaban.bench.transfer.command import PARTS, measure_transfer
     from metaban.bench.transfer.plan import TransferPlan

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -110,25 +110,6 @@ def newest(valid: Array, keep: int) -> tuple[Array, Array]:
     place = library_of(valid).arange(keep, **on_device(valid))
     index = at_most((counts - kept)[:, None] + place, max(0, valid.shape[1] - 1))
     return index, place < kept[:, None]
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Influence:
-    """Influence of K kinds of users in an epoch: w_u of Eq. 5 of the Meta-Ban paper."""
-
-    #: Weight of each kind's samples in what is shared [K]: 1 until measured.
-    weights: Tensor
-    #: Loss that these weights save on held-out users, in nats per user, and its standard error; 0 until measured.
-    gain: float
-    gain_error: float
-    #: Whether the weights are applied; they are not while groups separate users.
-    in_use: bool
-
-    @property
-    def kinds(self) -> int:
-        """K."""
-        return self.weights.shape[0]
 
 
 class Learner(ABC):
@@ -244,10 +225,10 @@ class Learner(ABC):
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         """Shared state of the next epoch, from users' samples."""
 
-    def kinds(self, shared: State, batch: UserBatch) -> Tensor:
-        """The kind of each user of a batch [B] int64, from 0; all 0 until kinds were found."""
-        return torch.zeros(batch.events.shape[0], dtype=torch.int64)
+    def clusters(self, shared: State) -> int:
+        """Number of clusters that the users form; 1 until clusters were found."""
+        return 1
 
-    def influence(self, shared: State) -> Influence | None:
-        """The influence of each kind of users; None until it was measured."""
-        return None
+    def cluster_of(self, shared: State, batch: UserBatch) -> Tensor:
+        """The cluster of each user of a batch [B] int64, from 0."""
+        return torch.zeros(batch.events.shape[0], dtype=torch.int64)

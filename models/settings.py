@@ -211,7 +211,6 @@ class PosteriorSettings(LearnerSettings):
     memory: bool = True
     arms: bool = True  # an effect and factors of each arm, and of places
     plain: bool = True  # rank by the pooled head until users' own heads predict better
-    teaching: bool = False  # exclude kinds of users that harm the others from what is shared
     apart: bool = True  # subtract the slate effect from wide inputs
     # The trunk: p(x), the mean of several networks, trained on replayed samples.
     members: int = 4

@@ -31,7 +31,6 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "default-no-groups": {"groups": False},
     "default-no-memory": {"memory": False},
     "default-no-plain-head": {"plain": False},
-    "default-teaching": {"teaching": True},
     "default-no-trunk": {"trunk": False},
     "default-no-embedding": {"embed": False},
     "default-no-codes": {"bins": 0},

@@ -11,7 +11,6 @@ from rich.console import Console
 from metaban.bench.core.report import Part, Report, run_parts
 from metaban.bench.transfer.linear import measure_linear
 from metaban.bench.transfer.plan import TransferPlan
-from metaban.bench.transfer.poison import measure_poison
 from metaban.bench.transfer.selection import measure_selection
 from metaban.bench.transfer.speed import measure_speed
 from metaban.bench.transfer.surrogate import measure_surrogate
@@ -21,7 +20,6 @@ PARTS: Final[Mapping[str, Part[TransferPlan]]] = {
     "surrogate": measure_surrogate,
     "selection": measure_selection,
     "speed": measure_speed,
-    "poison": measure_poison,
 }
 
 

@@ -35,12 +35,8 @@ class TransferPlan:
     #: Sets timed in one batch, and how many of them are timed one by one.
     timed: int = 400
     timed_alone: int = 20
-    #: Decisions while some users send false rewards.
-    poison_rounds: int = 10_000
 
     def quick(self) -> TransferPlan:
         """Sizes of a run under two minutes."""
         small = replace(self, seeds=self.seeds[:1], linear_seeds=5, targets=2, judges=40, small_judges=20)
-        return replace(
-            small, sources=30, timed_alone=5, poison_rounds=2_000, dimensions=(10, 150), distances=(3.0, 1.5)
-        )
+        return replace(small, sources=30, timed_alone=5, dimensions=(10, 150), distances=(3.0, 1.5))

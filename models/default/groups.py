@@ -160,6 +160,25 @@ def random_responsibilities(count: int, users: int, generator: torch.Generator, 
     return (leaning / leaning.sum(-1, keepdim=True)).to(like.device)
 
 
+def clusters_found(shared: State) -> int:
+    """Number of kinds while groups are kinds, otherwise 1."""
+    return int((shared["group_offset"] > NO_GROUP / 2).sum()) if float(shared["group_mixture"]) > 0 else 1
+
+
+def cluster_of(shared: State, users: Statistics) -> Tensor:
+    """The most probable kind of each user [U] int64; 0 while groups are no kinds."""
+    if clusters_found(shared) == 1:
+        return torch.zeros_like(users.events, dtype=torch.int64)
+    prior, groups = prior_from_state(shared), _stored(shared)
+    within = inverse(users.gram / prior.noise + prior.precision / groups.share)  # [U, D, D]
+    belief: Tensor = groups.responsibilities(within, users.moment / prior.noise)  # [U, Q]
+    return belief.argmax(-1)
+
+
+def _stored(shared: State) -> Groups:
+    return Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])
+
+
 def mixture_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
     """Whether kinds have to be searched for again: events have grown, or inputs changed."""
     return total_events >= FROM_EVENTS and (refit or grown(epoch_events, total_events, GROWTH))
@@ -186,8 +205,7 @@ def derive_groups(
     share, before = torch.full_like(prior.noise, SPREAD), shared["group_mixture"]
     em = MixtureEM(prior, users, share, evidence_weights(users, user_weights))
     if not seek:
-        groups = Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])
-        kinds = em.continued(Mixture.of(groups, prior_from_state(shared)))
+        kinds = em.continued(Mixture.of(_stored(shared), prior_from_state(shared)))
         return _state(prior, share, shift, [kinds], (before > 0).to(torch.int64)) | {"group_mixture": before}
     generator, count = torch.Generator().manual_seed(total_events), users.events.shape[0]
     found = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)) for kinds in COUNTS]

@@ -40,15 +40,7 @@ from metaban.models.default.common_part import slate_summary
 from metaban.models.default.contributions import posterior_contributions
 from metaban.models.default.drift import drift_detected
 from metaban.models.default.evidence import group_guard, measured_trust, memory_gain, scheduled_trust
-from metaban.models.default.groups import GROUP_USERS_MAX, derive_groups, mixture_due
-from metaban.models.default.influence import (
-    GROUPS_HELP,
-    Kinds,
-    derive_kinds,
-    enough_users,
-    kinds_from_state,
-    kinds_state,
-)
+from metaban.models.default.groups import GROUP_USERS_MAX, cluster_of, clusters_found, derive_groups, mixture_due
 from metaban.models.default.inputs import ArmInputs, Ramps
 from metaban.models.default.memory import FIRST_GAIN, memory_table, residual_terms
 from metaban.models.default.places import looks_at
@@ -85,7 +77,7 @@ from metaban.models.default.trunk import Trunk, TrunkState
 from metaban.models.default.warm_start_prior import WarmStartPrior
 from metaban.models.explaining import Agreement, Contributions, without_own_row
 from metaban.models.features import InputParts
-from metaban.models.learner import Influence, Learner, Query, Scores, State, UserBatch, newest
+from metaban.models.learner import Learner, Query, Scores, State, UserBatch, newest
 from metaban.models.numerics.arrays import (
     Array,
     Arrays,
@@ -166,7 +158,6 @@ class PosteriorLearner(Learner):
             **TrunkState.fresh(self.trunk.initial(generator, self.dtype)).state(),
             **prior_state(prior),
             **PooledHead.initial(self.head_size).state(),
-            **kinds_state(Kinds.one(prior)),
             **self._no_arms(),
             **groups_state(Groups.none(self.head_size, self.settings.group_spread), GROUP_USERS_MAX),
             "group_mixture": torch.zeros((), dtype=torch.float64),
@@ -427,27 +418,27 @@ class PosteriorLearner(Learner):
         samples = Samples.of(batches, derived)
         heads = [self.head_samples(derived, batch) for batch in batches]
         users = Statistics.joined([head.statistics() for head in heads])
-        prior, kinds, user_weights = self._updated_prior(
-            derived, users, weights, epoch_events, total_events, refit=refit
-        )
+        prior = prior_from_state(derived)
+        for _ in range(EM_STEPS_REFIT if refit else EM_STEPS):
+            prior = with_tastes(prior.em_step(users, weights))
         if self.inputs.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
             left = torch.cat([head.targets.flatten() for head in heads])  # what arms do not explain
-            taught = replace(samples, rewards=left).weighted_by_user(batches, user_weights)
+            taught = replace(samples, rewards=left).weighted_by_user(batches, weights)
             derived |= self._trained_trunk(derived, taught, steps, total_events)
         if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
             seek, spread = mixture_due(epoch_events, total_events, refit=refit), self.settings.group_spread
             derived |= derive_groups(
-                derived, prior, users, user_weights, spread=spread, seek=seek, total_events=total_events
+                derived, prior, users, weights, spread=spread, seek=seek, total_events=total_events
             )
             derived["guard"] = group_guard(batches, prior.noise, derived)
-        derived |= prior_state(prior) | kinds_state(kinds)
+        derived |= prior_state(prior)
         pooled_from = WIDE_POOLED_FROM_EVENTS if self.inputs.narrowed else 0
         if self.settings.heads and self.settings.plain and total_events >= pooled_from:
             earned = measured_trust(batches, prior.noise, derived)
             trust = scheduled_trust(earned, samples, total_events, rare=not self.inputs.narrowed)
-            derived |= PooledHead.fitted(users, user_weights, self.inputs.seen, prior, trust).state()
+            derived |= PooledHead.fitted(users, weights, self.inputs.seen, prior, trust).state()
         if self.settings.memory and refit:
             inputs, targets = [head.inputs for head in heads], [head.targets for head in heads]
             derived["gain"] = memory_gain(
@@ -455,19 +446,17 @@ class PosteriorLearner(Learner):
             )
         return {**derived, "epoch": shared["epoch"] + 1}
 
-    def kinds(self, shared: State, batch: UserBatch) -> Tensor:
-        return kinds_from_state(shared).kind_of(self.head_samples(shared, batch).statistics())
+    def clusters(self, shared: State) -> int:
+        return clusters_found(shared)
 
-    def influence(self, shared: State) -> Influence | None:
-        kinds = kinds_from_state(shared)
-        (gain, error), in_use = kinds.gain.tolist(), float(shared["guard"]) < GROUPS_HELP
-        return Influence(kinds.weights, gain, error, in_use) if kinds.separated else None
+    def cluster_of(self, shared: State, batch: UserBatch) -> Tensor:
+        return cluster_of(shared, self.head_samples(shared, batch).statistics())
 
     def _after_drift_check(self, shared: State, samples: Samples) -> State:
         """If drift is detected: down-weight older samples and learn the prior from scratch."""
         changed = drift_detected(samples, shared["epoch"], shared["since"])
         initial = with_tastes(Prior.initial(self.head_size))
-        restart = {**prior_state(initial), **kinds_state(Kinds.one(initial)), "since": shared["epoch"] + 1}
+        restart = {**prior_state(initial), "since": shared["epoch"] + 1}
         restart["group_mixture"] = torch.zeros_like(shared["group_mixture"])  # its centres belong to the old prior
         return shared | {
             name: torch.where(changed, value.to(shared[name]), shared[name]) for name, value in restart.items()
@@ -500,9 +489,7 @@ class PosteriorLearner(Learner):
             seek=refit and total_events >= FACTORS_FROM_EVENTS,
             generator=torch.Generator().manual_seed(self.settings.seed % SEEDS),
         )
-        # Where no kind is excluded, its prior is that of all users.
-        kinds = kinds_from_state(derived)
-        return effects.state() | prior_state(prior) | kinds_state(replace(kinds, prior=prior))
+        return effects.state() | prior_state(prior)
 
     def _trained_trunk(self, shared: State, samples: Samples, steps: int, total_events: int) -> State:
         """The trunk after so many steps on replayed samples."""
@@ -517,24 +504,3 @@ class PosteriorLearner(Learner):
             gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
         return state.state()
-
-    def _updated_prior(
-        self, derived: State, users: Statistics, weights: Tensor, epoch_events: int, total_events: int, *, refit: bool
-    ) -> tuple[Prior, Kinds, Tensor]:
-        """The prior, the kinds, and w_u [U] of all users; influence is measured at refits and as events grow."""
-        prior, kinds = prior_from_state(derived), kinds_from_state(derived)
-        steps = EM_STEPS_REFIT if refit else EM_STEPS
-        everyone = kinds.prior
-        for _ in range(steps):
-            everyone = with_tastes(everyone.em_step(users, weights))
-        if not self.settings.teaching:
-            return everyone, Kinds.one(everyone), weights
-        kinds, guard, seed = replace(kinds, prior=everyone), derived["guard"], self.settings.seed
-        kinds = derive_kinds(kinds, users, guard, epoch_events, total_events, refit=refit, seed=seed)
-        if not (enough_users(users) and kinds.any_excluded):
-            return everyone, kinds, weights
-        # Where groups predict better, they already separate users, and all users keep their weight.
-        user_weights = torch.where(guard < GROUPS_HELP, weights * kinds.weights_of(users), weights)  # [U]
-        for _ in range(steps):
-            prior = with_tastes(prior.em_step(users, user_weights))
-        return prior, kinds, user_weights

@@ -97,10 +97,6 @@ class Prior:
         """Computes the inverse of Σ."""
         return cls(mean, covariance, inverse(covariance), noise)
 
-    def cpu(self) -> Prior:
-        """A copy on the CPU."""
-        return Prior(self.mean.cpu(), self.covariance.cpu(), self.precision.cpu(), self.noise.cpu())
-
     def posterior(self, gram: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         """Mean [..., D] and covariance [..., D, D] of heads with these statistics."""
         covariance = inverse(gram / self.noise + self.precision)

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metaban.models.default.influence import kinds_from_state
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Prior, Statistics, prior_from_state
 from metaban.models.fusion.model import FusionModel
@@ -95,7 +94,6 @@ def train_warm_starts(
     standard = torch.from_numpy(standardised_profiles(profiles.cpu().numpy(), centre, scale))
     prior = prior_from_state({name: tensor.detach().cpu() for name, tensor in shared.items()})
     sources = gather(learner, shared, batches, standard)
-    included = influential_sources(shared, sources.users)
     chosen = torch.randperm(len(sources.inputs), generator=torch.Generator().manual_seed(seed))[:INPUTS]
     inputs = sources.inputs[chosen]
     part = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % PARTS
@@ -105,26 +103,18 @@ def train_warm_starts(
     novelty = torch.zeros(count, dtype=torch.float64)
     for turn in range(turns):
         out = part == turn
-        others = sources.rows(torch.nonzero(included & ~out).squeeze(1))
+        others = sources.rows(torch.nonzero(~out).squeeze(1))
         fit = _fit(prior, others, inputs, settings, seed, _share(report_progress, turn, turns + 1))
         predicted = FusionModel(fit.state).predict(standard[out].float())
         heads[out], novelty[out] = predicted.mean.double(), predicted.novelty.double()
     report = evaluate_starts(prior, sources.first.rows(held), heads[held])
-    included_sources = sources.rows(torch.nonzero(included).squeeze(1))
-    fit = _fit(prior, included_sources, inputs, settings, seed, _share(report_progress, turns, turns + 1))
+    fit = _fit(prior, sources, inputs, settings, seed, _share(report_progress, turns, turns + 1))
     arrays: dict[str, NDArray[Any]] = {FUSION + name: tensor.numpy() for name, tensor in fit.state.to_dict().items()}
     arrays |= {BASIS + name: shared[name].detach().cpu().numpy() for name in basis_names(learner)}
     arrays |= {"profile_centre": centre, "profile_scale": scale, "prior_mean": prior.mean.numpy()}
     guarded = {"blend": report.blend, "trust": report.trust, "novelty": float(novelty[held].median())}
     arrays |= {name: np.array(value) for name, value in guarded.items()}
     return TrainedStarts(arrays, report)
-
-
-def influential_sources(shared: State, users: Statistics) -> Tensor:
-    """Sources that contribute [n] bool: users of included kinds, or all users if those are too few."""
-    kinds = kinds_from_state({name: tensor.detach().cpu() for name, tensor in shared.items()})
-    found = kinds.weights_of(users) > 0
-    return found if int(found.sum()) >= LEAST_SOURCES else torch.ones_like(found)
 
 
 def _share(report_progress: Callable[[float], None], done: int, total: int) -> Callable[[float], None]:
@@ -152,7 +142,7 @@ def gather(learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch
         valids.append(pad(batch.valid[:, :FIRST_REWARDS].double(), (0, short)).cpu())
         inputs.append(h[batch.valid].double().cpu())
     joined = Statistics.joined(parts)
-    users = Statistics(joined.gram.cpu(), joined.moment.cpu(), joined.squares.cpu(), joined.events.cpu())
+    users = joined.cpu()
     first = FirstRewards(torch.cat(firsts), torch.cat(rewards), torch.cat(valids))
     return Sources(profiles, users, first, torch.cat(inputs))
 

@@ -45,7 +45,7 @@ class TransferQuestion:
     #: Target: either a user, or all users of a kind.
     user_id: str | None = None
     cluster: int | None = None
-    #: Source users; None: the kinds of users are the sources.
+    #: Source users; None: the clusters of users are the sources.
     sources: tuple[str, ...] | None = None
 
     @property

@@ -1,8 +1,8 @@
 """Makes the tasks of a transfer job from users' samples: one for the target and one for each source.
 
-A task is made of one user or of all users of a kind. Kinds are those of the current epoch, among the users an epoch is
-derived from. A task takes the newest samples of its users, equally many of each where possible, combined by the reward
-rules.
+A task is made of one user or of all users of a cluster. Clusters are those of the current epoch, among the users an
+epoch is derived from. A task takes the newest samples of its users, equally many of each where possible, combined by
+the reward rules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TransferFailed(Exception):
 @final
 @dataclass(frozen=True, slots=True)
 class TaskUsers:
-    """The users of a task: one user, or the users of one kind."""
+    """The users of a task: one user, or the users of one cluster."""
 
     user_id: str | None
     cluster: int | None
@@ -128,11 +128,11 @@ class TransferTasks:
         chosen = [TaskUsers.of_user(user) for user in question.sources or ()]
         if question.user_id is not None and question.sources is not None:
             return [TaskUsers.of_user(question.user_id), *chosen]
-        by_kind = await self._kinds(trainer, shared)
+        by_cluster = await self._clusters(trainer, shared)
         if question.user_id is not None:
             target = TaskUsers.of_user(question.user_id)
         else:
-            held = by_kind.pop(question.cluster or 0, {})
+            held = by_cluster.pop(question.cluster or 0, {})
             # A user named as a source is not part of the target.
             own = {user: count for user, count in held.items() if user not in (question.sources or ())}
             most = GROUPS_MAX if needs_groups(question.metric) else len(own)
@@ -141,13 +141,13 @@ class TransferTasks:
         if question.sources is not None:
             return [target, *chosen]
         others = [
-            TaskUsers(None, kind, {user: count for user, count in users.items() if user != question.user_id})
-            for kind, users in sorted(by_kind.items())
+            TaskUsers(None, cluster, {user: count for user, count in users.items() if user != question.user_id})
+            for cluster, users in sorted(by_cluster.items())
         ]
         return [target, *(source for source in others if source.users)]
 
-    async def _kinds(self, trainer: Trainer, shared: State) -> dict[int, dict[str, int]]:
-        """Users of each kind, with the number of kept samples of each."""
+    async def _clusters(self, trainer: Trainer, shared: State) -> dict[int, dict[str, int]]:
+        """Users of each cluster, with the number of kept samples of each."""
         user_ids: list[str] = []
         for partition in range(self._partitions):
             versions = await self._users.versions(partition)
@@ -160,9 +160,9 @@ class TransferTasks:
             samples = await self._users.load_samples(ordered[start : start + SAMPLES_READ])
             fit_inputs = [FitInput(user, 0, kept[-most:], None) for user, kept in samples.items()]
             if fit_inputs:
-                kinds = await loop.run_in_executor(self._compute, _kinds_of, trainer, shared, fit_inputs)
-                for fit_input, kind in zip(fit_inputs, kinds, strict=True):
-                    found.setdefault(kind, {})[fit_input.user_id] = len(samples[fit_input.user_id])
+                clusters = await loop.run_in_executor(self._compute, _clusters_of, trainer, shared, fit_inputs)
+                for fit_input, cluster in zip(fit_inputs, clusters, strict=True):
+                    found.setdefault(cluster, {})[fit_input.user_id] = len(samples[fit_input.user_id])
         return found
 
     async def _load_samples(self, task: TaskUsers, rules: RewardRules, inputs: int, most: int) -> TaskSamples:
@@ -229,7 +229,7 @@ def project_inputs(z: Tensor) -> Tensor:
     return z @ directions
 
 
-def _kinds_of(trainer: Trainer, shared: State, fit_inputs: Sequence[FitInput]) -> list[int]:
+def _clusters_of(trainer: Trainer, shared: State, fit_inputs: Sequence[FitInput]) -> list[int]:
     with torch.inference_mode():
-        kinds: list[int] = trainer.learner.kinds(shared, trainer.batch(fit_inputs)).tolist()
-    return kinds
+        clusters: list[int] = trainer.learner.cluster_of(shared, trainer.batch(fit_inputs)).tolist()
+    return clusters

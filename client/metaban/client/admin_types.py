@@ -491,25 +491,12 @@ class TransferJob:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Teaching:
-    """Weight of each cluster's rewards in what the others learn, and the gain from it, in nats per user."""
-
-    model_version: int
-    clusters: int
-    weights: tuple[float, ...]
-    gain: float
-    gain_error: float
-    in_use: bool
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class TransferOverview:
-    """The transfer jobs of the last day, newest first; `teaching` is None unless the learner setting of that name is on
-    and there are several clusters."""
+    """The transfer jobs of the last day, newest first, and the number of clusters in the served epoch."""
 
     jobs: tuple[TransferJob, ...]
-    teaching: Teaching | None
+    clusters: int
+    model_version: int
 
 
 ImportMode: TypeAlias = Literal["upsert", "replace"]

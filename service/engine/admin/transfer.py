@@ -1,4 +1,4 @@
-"""Admin: transfer jobs, which find the users that help a target, and the influence between kinds of users."""
+"""Admin: transfer jobs, which find the users that help a target, and the clusters that they can be about."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from metaban.models.learner import Influence
 from metaban.models.transfer.metrics import needs_groups
 from metaban.service.engine.model.lifecycle import ModelHost
 from metaban.service.engine.store_guard import StoreGuard
@@ -32,12 +31,10 @@ UNKNOWN: Final = "has no stored rewards: a source needs rewards that were learne
 @final
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """The remembered jobs, the newest first, and the influence between kinds of users."""
+    """The remembered jobs, the newest first, and the number of clusters in the served epoch; 0 before the first."""
 
     jobs: tuple[TransferJobRecord, ...]
-    #: None when the learner has no kinds of users, or nothing is served yet.
-    teaching: Influence | None
-    #: The served epoch that `teaching` is of.
+    clusters: int
     model_version: int
 
 
@@ -52,12 +49,10 @@ class TransferAdmin:
         self._host = host
 
     async def describe(self) -> TransferView:
-        """All jobs and the influence between kinds of users."""
+        """All jobs, and the number of clusters."""
         jobs = await self._guard.call(lambda: self._transfer.jobs(now_ms()))
         serving = self._host.serving
-        if serving is None:
-            return TransferView(tuple(jobs), None, 0)
-        return TransferView(tuple(jobs), serving.model.teaching, serving.model.epoch_number)
+        return TransferView(tuple(jobs), self._clusters, 0 if serving is None else serving.model.epoch_number)
 
     async def job(self, job_id: str) -> tuple[TransferJobRecord, dict[str, Any] | None]:
         """A job and its result; NotFound when it is not remembered."""
@@ -92,16 +87,16 @@ class TransferAdmin:
             raise InvalidInput(
                 ("metric",), "compares users of the target: it needs a cluster as the target, not a user_id"
             )
-        kinds = self._kinds
-        if question.cluster is not None and question.cluster >= kinds:
+        clusters = self._clusters
+        if question.cluster is not None and question.cluster >= clusters:
             raise InvalidInput(
                 ("cluster",),
-                f"does not exist: the served epoch has {kinds} clusters, counted from 0"
-                if kinds
+                f"does not exist: the users form {clusters} clusters in the served epoch, counted from 0"
+                if clusters
                 else "does not exist: nothing is learned yet",
             )
         if question.sources is None:
-            others = max(0, kinds - (question.cluster is not None))
+            others = max(0, clusters - (question.cluster is not None))
             if others < SOURCES_MIN:
                 raise InvalidInput(
                     ("sources",),
@@ -110,12 +105,10 @@ class TransferAdmin:
                 )
 
     @property
-    def _kinds(self) -> int:
-        """Number of kinds of users in the served epoch; 1 when the learner has no kinds."""
+    def _clusters(self) -> int:
+        """Number of clusters in the served epoch; 0 while nothing is served."""
         serving = self._host.serving
-        if serving is None:
-            return 0
-        return 1 if serving.model.teaching is None else serving.model.teaching.kinds
+        return 0 if serving is None else serving.model.clusters
 
     async def _request(self, question: TransferQuestion) -> TransferJobRecord:
         summaries = await asyncio.gather(*(self._users.summary(user) for user in question.named))

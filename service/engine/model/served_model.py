@@ -57,8 +57,8 @@ class ServedModel:
         self._kind = numpy_kind(learner.dtype)
         self._new_user = self._plain(learner.initial_user(self._shared))
         self._outline = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
-        #: Influence between kinds of users by the epoch; None where the learner has none.
-        self.teaching = learner.influence(self._shared)
+        #: Number of clusters that the users form in the epoch.
+        self.clusters = learner.clusters(self._shared)
         self._members: frozenset[str] = frozenset()
         self._pool = UserBank(learner.fields, learner.dtype, device, as_numpy=self._in_numpy)
         self._guests: OrderedDict[str, Arrays] = OrderedDict()
@@ -130,7 +130,7 @@ class ServedModel:
         self.learner = learner
         self._new_user = self._plain(learner.initial_user(self._shared))
         self._outline = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
-        self.teaching = learner.influence(self._shared)
+        self.clusters = learner.clusters(self._shared)
         self._with_draws, self._draws_wanted = self._draws_wanted, False
         self._expire_briefs()
 

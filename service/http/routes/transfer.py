@@ -1,4 +1,4 @@
-"""/admin/transfer: jobs that measure which users help a target, and the influence of clusters in the served epoch."""
+"""/admin/transfer: jobs that measure which users help a target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final, Literal, final
 from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from metaban.models.learner import Influence
 from metaban.service.errors import (
     BodyTooLarge,
     Forbidden,
@@ -193,47 +192,27 @@ class TransferJobOut(JobFields):
 
 
 @final
-class TeachingOut(BaseModel):
-    """Weights of the clusters of users in the shared parameters."""
-
-    model_version: int = Field(description="The served epoch, which the weights belong to.")
-    clusters: int
-    weights: list[float] = Field(description="Weight of each cluster: 1, or 0 if it makes other users learn worse.")
-    gain: float = Field(
-        description="Loss that the weights save other users, in nats per held-out user. If all weights are 1: what "
-        "excluding clusters would save, which is too little."
-    )
-    gain_error: float = Field(description="Standard error of the gain.")
-    in_use: bool = Field(description="Whether the weights are applied; false if groups already separate the users.")
-
-
-@final
 class TransferOut(BaseModel):
-    """The jobs of the last day, and the weights of clusters."""
+    """The jobs of the last day, and the number of clusters."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
                 {
                     "jobs": [JOB_EXAMPLE],
-                    "teaching": {
-                        "model_version": 7,
-                        "clusters": 8,
-                        "weights": [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-                        "gain": 0.31,
-                        "gain_error": 0.02,
-                        "in_use": True,
-                    },
+                    "clusters": 4,
+                    "model_version": 7,
                 }
             ]
         }
     )
 
     jobs: list[JobSummaryOut] = Field(description="At most 32, newest first.")
-    teaching: TeachingOut | None = Field(
-        description="Weights of clusters in the epoch that this process serves; null unless the learner setting "
-        "`teaching` is on, before users are clustered, and for learners without clusters."
+    clusters: int = Field(
+        description="Clusters that the users form in the epoch that this process serves, counted from 0 in requests; 1 "
+        "while users do not form any, 0 before anything is learned."
     )
+    model_version: int = Field(description="The served epoch, which the clusters belong to.")
 
 
 @router.post(
@@ -271,15 +250,16 @@ async def ask(request: Request, engine: AdminEngine) -> TransferJobOut:
 
 @router.get(
     "",
-    summary="List transfer jobs and the weights of clusters",
+    summary="List transfer jobs and the number of clusters",
     responses=problem_responses(Unauthorized, Forbidden, NotFound, Unavailable),
 )
 async def show(engine: AdminEngine) -> TransferOut:
-    """The jobs of the last day without their results, and the weights of clusters in the served epoch."""
+    """The jobs of the last day without their results, and the number of clusters in the served epoch."""
     view = await engine.transfer.describe()
     return TransferOut(
         jobs=[JobSummaryOut(**_summary(job)) for job in view.jobs],
-        teaching=None if view.teaching is None else _teaching_response(view.teaching, view.model_version),
+        clusters=view.clusters,
+        model_version=view.model_version,
     )
 
 
@@ -319,14 +299,3 @@ def _summary(job: TransferJobRecord) -> dict[str, Any]:
             metric=question.metric,
         ),
     }
-
-
-def _teaching_response(teaching: Influence, model_version: int) -> TeachingOut:
-    return TeachingOut(
-        model_version=model_version,
-        clusters=teaching.kinds,
-        weights=teaching.weights.tolist(),
-        gain=teaching.gain,
-        gain_error=teaching.gain_error,
-        in_use=teaching.in_use,
-    )

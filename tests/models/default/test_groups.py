@@ -18,6 +18,8 @@ from metaban.models.default.groups import (
     SPREAD,
     Mixture,
     MixtureEM,
+    cluster_of,
+    clusters_found,
     derive_groups,
     mixture_due,
     random_responsibilities,
@@ -151,9 +153,9 @@ def test_true_kinds_are_found(count: int) -> None:
     near = torch.cdist(found.centres(prior)[there], centres)
     assert near.amin(0).max() < 0.15
     assert sorted(near.argmin(1).tolist()) == list(range(count))
-    within = torch.linalg.inv(users.gram / prior.noise + prior.precision / SPREAD)
-    belief = found.responsibilities(within, users.moment / prior.noise)
-    assert (near.argmin(1)[belief.argmax(-1)] == torch.arange(24 * count) % count).double().mean() > 0.95
+    assert clusters_found(state | prior_state(prior)) == count
+    cluster = cluster_of(state | prior_state(prior), users)
+    assert (near.argmin(1)[cluster] == torch.arange(24 * count) % count).double().mean() > 0.95
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -167,6 +169,8 @@ def test_without_kinds_none_are_found(seed: int) -> None:
         assert float(state["group_mixture"]) == 0
         assert float(state["group_share"]) == 0.15
         assert int((state["group_offset"] > NO_GROUP / 2).sum()) == 200
+        assert clusters_found(state) == 1
+        assert not cluster_of(state | prior_state(prior), users).any()
 
 
 def test_a_mixture_is_carried_over_to_newer_samples() -> None:
@@ -196,8 +200,8 @@ def test_a_mixture_survives_being_stored() -> None:
     assert again.centres.shape[0] == max(COUNTS)
 
 
-def test_users_without_influence_form_no_kind() -> None:
-    """A third kind whose users have no influence is not found; the remaining two kinds are too few for a mixture."""
+def test_users_without_weight_form_no_kind() -> None:
+    """A third kind whose users have no weight is not found; the remaining two kinds are too few for a mixture."""
     users = crowd_of(kinds(3, 5, seed=3), 90, 40, 5)
     silent = (torch.arange(90) % 3 != 2).to(torch.float64)
     prior = learned(users)

@@ -70,7 +70,7 @@ def learned(users: Statistics) -> Prior:
     return prior
 
 
-def test_users_count_by_influence() -> None:
+def test_users_count_by_weight() -> None:
     (users, _), trust = crowd_of_one_taste(0.1, 6), torch.ones(()).double()
     prior = Prior.initial(5)
     silent = PooledHead.fitted(users, torch.tensor([1.0, 1, 0, 1, 0, 1]).double(), 3, prior, trust)

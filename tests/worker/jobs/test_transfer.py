@@ -37,7 +37,7 @@ from tests.worker.jobs.transfer_setup import (
     job_status,
     open_transfer_users,
     request_job,
-    set_kinds,
+    set_clusters,
     transfer_store,
     transfer_worker,
 )
@@ -122,8 +122,8 @@ class TestAnswers:
         assert 0 <= result["surrogate"]["error"] < result["surrogate"]["variance"]
         assert await done(shop, compute, ASKED) == result, "equal requests have equal results"
 
-    async def test_kinds_of_users(self, shop: Workshop, compute: Executor) -> None:
-        set_kinds(shop.model, dict(zip(EVERYONE, (0, 1, 1, 0, 2, 2, 3), strict=True)))
+    async def test_clusters_of_users(self, shop: Workshop, compute: Executor) -> None:
+        set_clusters(shop.model, dict(zip(EVERYONE, (0, 1, 1, 0, 2, 2, 3), strict=True)))
         result = await done(shop, compute, TransferQuestion("mse", cluster=0))
         assert result["target"] == {"user_id": None, "cluster": 0, "users": 2, "events": 2 * FEW}
         counted = {(source["cluster"], source["users"], source["events"]) for source in result["sources"]}
@@ -139,7 +139,7 @@ class TestAnswers:
     async def test_fairness_groups_are_the_users_of_the_target(
         self, shop: Workshop, compute: Executor, metric: str
     ) -> None:
-        set_kinds(shop.model, dict(zip(EVERYONE, (0, 0, 0, 1, 1, 2, 3), strict=True)))
+        set_clusters(shop.model, dict(zip(EVERYONE, (0, 0, 0, 1, 1, 2, 3), strict=True)))
         result = await done(shop, compute, TransferQuestion(metric, cluster=0))
         assert 0 <= result["losses"]["alone"] <= 1
         assert "compares users" in await refusal(shop, compute, TransferQuestion(metric, cluster=3))
@@ -219,7 +219,7 @@ class TestRefusals:
         question = TransferQuestion("mse", user_id=TARGET, sources=FRIENDS[:2])
         assert "there are 1" in await refusal(shop, compute, question)
 
-    async def test_an_unknown_kind(self, shop: Workshop, compute: Executor) -> None:
+    async def test_an_unknown_cluster(self, shop: Workshop, compute: Executor) -> None:
         assert "has 0 stored rewards" in await refusal(
             shop, compute, TransferQuestion("mse", cluster=7, sources=FRIENDS)
         )

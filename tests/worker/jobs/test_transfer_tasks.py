@@ -23,7 +23,7 @@ from metaban.worker.jobs.transfer_tasks import (
     project_inputs,
     quota,
 )
-from tests.worker.jobs.transfer_setup import EVERYONE, FOES, FRIENDS, TARGET, open_transfer_users, set_kinds
+from tests.worker.jobs.transfer_setup import EVERYONE, FOES, FRIENDS, TARGET, open_transfer_users, set_clusters
 from tests.worker.workshop import OpenWorkshop, Workshop
 
 FEW = 40
@@ -112,11 +112,11 @@ class TestGathering:
         kept = (await shop.users.load_samples([TARGET]))[TARGET]
         assert transfer_input.tasks.y[0].tolist() == [sample.reward for sample in kept[-33:]]
 
-    async def test_samples_are_taken_evenly_from_the_users_of_a_kind(
+    async def test_samples_are_taken_evenly_from_the_users_of_a_cluster(
         self, shop: Workshop, compute: Executor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(transfer_tasks, "TASK_SAMPLES", 50)
-        set_kinds(shop.model, dict.fromkeys(EVERYONE, 0) | {TARGET: 1, FOES[0]: 2, FOES[1]: 2, FOES[2]: 3})
+        set_clusters(shop.model, dict.fromkeys(EVERYONE, 0) | {TARGET: 1, FOES[0]: 2, FOES[1]: 2, FOES[2]: 3})
         await shop.redis.ltrim(shop.keys.samples(FRIENDS[1]), -4, -1)
         transfer_input = await self.gather(shop, compute, TransferQuestion("mse", cluster=0))
         group = transfer_input.tasks.group[0][transfer_input.tasks.valid[0]]
@@ -129,7 +129,7 @@ class TestGathering:
     ) -> None:
         for limit in ("TASK_SAMPLES", "TARGET_SAMPLES_MIN"):
             monkeypatch.setattr(transfer_tasks, limit, 3)
-        set_kinds(shop.model, dict.fromkeys(EVERYONE, 0) | {FOES[0]: 1, FOES[1]: 2})
+        set_clusters(shop.model, dict.fromkeys(EVERYONE, 0) | {FOES[0]: 1, FOES[1]: 2})
         transfer_input = await self.gather(shop, compute, TransferQuestion("mse", cluster=0))
         assert transfer_input.samples == [3, 3, 3]
         assert transfer_input.tasks.group[0].tolist() == [0, 1, 2]
@@ -139,7 +139,7 @@ class TestGathering:
         self, shop: Workshop, compute: Executor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(transfer_tasks, "GROUPS_MAX", 2)
-        set_kinds(shop.model, dict.fromkeys(EVERYONE, 0) | {FOES[0]: 1, FOES[1]: 2})
+        set_clusters(shop.model, dict.fromkeys(EVERYONE, 0) | {FOES[0]: 1, FOES[1]: 2})
         await shop.redis.ltrim(shop.keys.samples(FRIENDS[1]), -4, -1)
         transfer_input = await self.gather(shop, compute, TransferQuestion("demographic-parity", cluster=0))
         assert len(transfer_input.task_users[0].users) == 2

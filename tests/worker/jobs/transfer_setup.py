@@ -113,15 +113,15 @@ def now_ms() -> int:
     return int(time.time() * 1_000)
 
 
-def set_kinds(model: NamespaceModel, kinds: dict[str, int]) -> None:
-    """Make the learner assign these kinds to users."""
+def set_clusters(model: NamespaceModel, clusters: dict[str, int]) -> None:
+    """Make the learner assign these clusters to users."""
     assert model.trainer is not None
-    by_draw = {seed_of(FitInput(user, 0, (), None)): kind for user, kind in kinds.items()}
+    by_draw = {seed_of(FitInput(user, 0, (), None)): cluster for user, cluster in clusters.items()}
 
     def told(shared: State, batch: UserBatch) -> Tensor:
         return torch.tensor([by_draw[draw] for draw in batch.draw.tolist()])
 
-    model.trainer.learner.kinds = told  # type: ignore[method-assign]
+    model.trainer.learner.cluster_of = told  # type: ignore[method-assign]
 
 
 @final

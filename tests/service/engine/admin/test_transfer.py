@@ -10,12 +10,10 @@ from typing import Any, get_args
 import httpx
 import numpy as np
 import pytest
-import torch
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from metaban.client import AsyncMetaban, InvalidInput, JobFailed, Reward
-from metaban.models.learner import Influence
 from metaban.models.transfer.metrics import METRICS
 from metaban.models.transfer.nets import NetSettings
 from metaban.service.http.app_state import state_of
@@ -43,12 +41,12 @@ def http(app: tuple[FastAPI, httpx.AsyncClient]) -> httpx.AsyncClient:
     return app[1]
 
 
-async def serve_kinds(app: tuple[FastAPI, httpx.AsyncClient], kinds: int) -> None:
-    """Serve an epoch with this many kinds of users."""
+async def serve_clusters(app: tuple[FastAPI, httpx.AsyncClient], clusters: int) -> None:
+    """Serve an epoch with this many clusters of users."""
     await app[1].post("/recommend", json={"user_id": "u", "arms": ARMS})
     serving = state_of(app[0]).recommenders.default.serving
     assert serving is not None
-    serving.model.teaching = Influence(torch.arange(kinds) / 4, 0.75, 0.5, True)
+    serving.model.clusters = clusters
 
 
 async def shown(http: httpx.AsyncClient, path: str = "") -> Any:
@@ -58,9 +56,9 @@ async def shown(http: httpx.AsyncClient, path: str = "") -> Any:
 
 
 async def test_without_jobs(http: httpx.AsyncClient) -> None:
-    assert await shown(http) == {"jobs": [], "teaching": None}
+    assert await shown(http) == {"jobs": [], "clusters": 0, "model_version": 0}
     await http.post("/recommend", json={"user_id": "u", "arms": ARMS})
-    assert await shown(http) == {"jobs": [], "teaching": None}, "the learner tells none"
+    assert await shown(http) == {"jobs": [], "clusters": 1, "model_version": 0}
 
 
 async def test_request_creates_one_job(http: httpx.AsyncClient, redis: Redis) -> None:
@@ -110,16 +108,9 @@ async def test_states_of_a_job(http: httpx.AsyncClient, redis: Redis) -> None:
     assert len((await shown(http))["jobs"]) == 1
 
 
-async def test_kinds_of_users(app: tuple[FastAPI, httpx.AsyncClient], http: httpx.AsyncClient) -> None:
-    await serve_kinds(app, 3)
-    assert (await shown(http))["teaching"] == {
-        "model_version": 0,
-        "clusters": 3,
-        "weights": [0.0, 0.25, 0.5],
-        "gain": 0.75,
-        "gain_error": 0.5,
-        "in_use": True,
-    }
+async def test_clusters_of_users(app: tuple[FastAPI, httpx.AsyncClient], http: httpx.AsyncClient) -> None:
+    await serve_clusters(app, 3)
+    assert (await shown(http))["clusters"] == 3
     for body in ({"cluster": 2}, {"user_id": "ann"}, {"cluster": 0, "sources": ["ann", "bo"]}):
         answer = await http.post("/admin/transfer", json=body)
         assert answer.status_code == 202, answer.text
@@ -144,7 +135,7 @@ async def test_kinds_of_users(app: tuple[FastAPI, httpx.AsyncClient], http: http
         ({**ASK, "user_id": "nobody"}, "user_id", f"0 stored rewards, and a target needs at least {30}"),
         ({**ASK, "user_id": "newcomer"}, "user_id", "29 stored rewards"),
         ({**ASK, "user_id": ""}, "user_id", ""),
-        ({"cluster": 3}, "cluster", "has 3 clusters"),
+        ({"cluster": 3}, "cluster", "form 3 clusters"),
         ({"cluster": -1}, "cluster", "at least 0"),
         ({"cluster": True}, "cluster", "integer"),
         ({"cluster": 0.5}, "cluster", "integer"),
@@ -157,7 +148,7 @@ async def test_bad_input(
     app: tuple[FastAPI, httpx.AsyncClient], redis: Redis, body: Any, field: str, said: str
 ) -> None:
     """Invalid requests are refused at once, with the requirement."""
-    await serve_kinds(app, 3)
+    await serve_clusters(app, 3)
     await keep(redis, ["newcomer"], samples=TARGET_SAMPLES_MIN - 1)
     answer = await app[1].post("/admin/transfer", json=body)
     assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-input"), answer.text
@@ -177,7 +168,7 @@ async def test_unknown_clusters_are_refused(app: tuple[FastAPI, httpx.AsyncClien
     assert await refusal({"cluster": 0}) == ("cluster", "does not exist: nothing is learned yet")
     field, detail = await refusal({"user_id": "ann"})
     assert (field, "name at least 2 users" in detail) == ("sources", True)
-    await serve_kinds(app, 2)
+    await serve_clusters(app, 2)
     assert (await http.post("/admin/transfer", json={"user_id": "ann"})).status_code == 202
     field, detail = await refusal({"cluster": 1})
     assert (field, "the served epoch has 1" in detail) == ("sources", True)

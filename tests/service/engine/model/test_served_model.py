@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from metaban.models.learner import Influence, State
+from metaban.models.default.prior import NO_GROUP
 from metaban.models.policies import Slate
 from metaban.models.settings import LearnerSettings, named_settings
 from metaban.service.engine.model.types import ArmScores, Chosen, ScoreRequest, StateVersion
@@ -164,19 +163,16 @@ class TestRefusals:
 
 
 class TestEpochs:
-    def test_influence_is_read_from_each_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_clusters_are_those_of_the_epoch(self) -> None:
         model = make_model()
-        assert model.teaching is None
-        weights = torch.tensor([1.0, 0.0])
-
-        def influence(shared: State) -> Influence:
-            return Influence(weights * shared["scale"][0], 0.5, 0.25, True)
-
-        monkeypatch.setattr(model.learner, "influence", influence)
-        for number in (1, 2):
-            adopt(model, number, scale=np.full(INPUTS, number, dtype=np.float32))
-            assert model.teaching is not None
-            assert torch.equal(model.teaching.weights, number * weights)
+        assert model.clusters == 1
+        offsets = np.full(model.learner.initial_shared()["group_offset"].shape, NO_GROUP)
+        for number, clusters in ((1, 3), (2, 4)):
+            offsets[:clusters] = -1.0
+            adopt(model, number, group_offset=offsets, group_mixture=np.ones(()))
+            assert model.clusters == clusters
+        adopt(model, 3, group_offset=offsets, group_mixture=np.zeros(()))
+        assert model.clusters == 1
 
     @pytest.mark.parametrize("learner", [small_paper(), small_default()], ids=["paper", "default"])
     def test_an_epoch_that_does_not_fit_leaves_the_served_one_whole(self, learner: LearnerSettings) -> None:
