@@ -34,6 +34,9 @@ VALIDATE_EVERY: Final = 5
 #: Fewest sets per source before early stopping.
 FEWEST: Final = 4
 
+#: A gain counts if it is larger than so many of its standard errors.
+GUARD_ERRORS: Final = 2.0
+
 #: Largest number of cuts between coefficients that are tried.
 CUTS_MAX: Final = 64
 
@@ -79,6 +82,16 @@ def draw_subsets(sources: int, size: int, count: int, generator: torch.Generator
     keys = torch.rand((count, sources), generator=generator, device=generator.device)  # [n, k]
     members = torch.zeros((count, sources), dtype=torch.bool, device=generator.device)  # [n, k]
     return members.scatter_(1, keys.topk(size, dim=1).indices, True)
+
+
+def each_once(members: Tensor) -> Tensor:
+    """The different sets among [n, k], in the order of their first draw.
+
+    Two models of one set are the same model. As two samples it would count twice in the degrees of freedom, and a set
+    that tests the surrogate could be one of those it was fitted to.
+    """
+    different = list(dict.fromkeys(map(tuple, members.tolist())))
+    return torch.tensor(different, dtype=torch.bool, device=members.device)
 
 
 @final
@@ -200,8 +213,8 @@ class TaskModelResult:
 
     @property
     def applies(self) -> bool:
-        """The guard: whether the chosen sources helped on held-out samples."""
-        return self.gain > 0
+        """The guard: whether the chosen sources clearly helped on held-out samples."""
+        return self.gain > GUARD_ERRORS * self.gain_error
 
     def to_json(self) -> dict[str, Any]:
         """Numbers and lists."""
@@ -290,7 +303,8 @@ def _measured(
     """
     generator = torch.Generator().manual_seed(seed)
     sources = losses.sources
-    count = settings.subsets_per_source * sources
+    drawn = each_once(draw_subsets(sources, settings.subset_size, settings.subsets_per_source * sources, generator))
+    count = len(drawn)
     first = torch.cat([torch.zeros(1, sources, dtype=torch.bool), torch.eye(sources, dtype=torch.bool)])  # [1 + k, k]
     members = first
     values = losses.validation(first).to(first.device, torch.float64)  # [1 + k]
@@ -298,14 +312,13 @@ def _measured(
     done = 0
     while done < count:
         report(0.1 + 0.75 * done / count)
-        size = min(share, count - done)
-        batch = draw_subsets(sources, settings.subset_size, size, generator)  # [n, k]
-        members, done = torch.cat([members, batch]), done + size
+        batch = drawn[done : done + share]  # [n, k]
+        members, done = torch.cat([members, batch]), done + len(batch)
         values = torch.cat([values, losses.validation(batch).to(values)])
-        if settings.early_stop and done < count:
+        if settings.early_stop and FEWEST * sources <= done < count:
             kept = torch.cat([members[:1], members[sources + 1 :]])  # [1 + n, k]
             found = fit_surrogate(kept, torch.cat([values[:1], values[sources + 1 :]]), settings)
-            if done >= FEWEST * sources and found.held_out_error <= (1 + settings.tolerance) * found.residual:
+            if found.held_out_error <= (1 + settings.tolerance) * found.residual:
                 return members, values, True
     return members, values, False
 

@@ -295,12 +295,14 @@ def examples(page: str) -> list[str]:
 
 
 def test_examples_of_the_readmes_run(tmp_path: Path) -> None:
-    (example,) = examples("README.md")
+    example, shop = examples("README.md")
     blocking, waiting = examples("client/README.md")
     made: dict[str, Any] = {}
     with Deployment(tmp_path) as service, Metaban(service.url) as metaban:
         run_example(example, service, made)
         assert made["decision"].arm_id in made["menu"]
+        run_example(shop, service, made)
+        assert {item.arm_id for item in made["slate"].items} < set(made["menu"])
         run_example(blocking, service, made)
         assert made["decision"].arm_id in {"espresso", "sencha"}
         run_example(waiting, service, made)

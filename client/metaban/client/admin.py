@@ -249,6 +249,8 @@ def groups(
     `limit` nearest."""
     if (arm_id is None) == (features is None):
         raise InvalidArgument("pass either arm_id, of an arm of the catalogue, or features")
+    if context is not None and features is None:
+        raise InvalidArgument("pass a context together with features, those of the arm, instead of arm_id")
     if features is None:
         return Call("GET", "/admin/groups", as_answer(Group), query(user_id=user_id, arm_id=arm_id, limit=limit))
     body = given(

@@ -102,7 +102,9 @@ def members(name: str, values: Mapping[str, Any]) -> JsonObject:
 def features_json(name: str, features: Features) -> list[float] | JsonObject:
     """Features as JSON; arrays are accepted as lists of numbers."""
     if isinstance(features, Mapping):
-        return {text(f"each name in {name}", key): _feature(name, value) for key, value in features.items()}
+        return {
+            text(f"each name in {name}", key): _feature(f"{key!r} in {name}", value) for key, value in features.items()
+        }
     try:
         if isinstance(features, str | bytes | Set):
             raise TypeError("its elements are not ordered numbers")
@@ -175,7 +177,11 @@ def _parameter(name: str, value: str | int | bool) -> str:
 def _feature(name: str, value: float | str | bool) -> float | str | bool:
     if isinstance(value, bool):
         return value
-    return text(f"each string in {name}", value) if isinstance(value, str) else number(f"each number in {name}", value)
+    if isinstance(value, str):
+        return text(name, value)
+    if not isinstance(value, int | float):
+        raise _wrong_argument(name, "a finite number, a string or a boolean", value, "float(x) converts a numpy number")
+    return number(name, value)
 
 
 def _plain_number(value: Any) -> float:

@@ -162,7 +162,7 @@ class TransferResultOut(BaseModel):
     predicted_gain: float = Field(description="Gain by the selected sources, predicted from the coefficients.")
     gain: float = Field(description="Measured gain: `losses.alone` − `losses.selected`.")
     gain_error: float = Field(description="Standard error of the gain.")
-    applies: bool = Field(description="Whether the selected sources help.")
+    applies: bool = Field(description="Whether the gain is more than two standard errors.")
     gamma: float = Field(description="Sources below this coefficient are selected.")
     subsets: int = Field(description="Number of sets of sources that were trained.")
     surrogate: SurrogateOut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from metaban.models.transfer.task_modeling import (
     Surrogate,
     TransferSettings,
     draw_subsets,
+    each_once,
     fit_surrogate,
     model_transfer,
 )
@@ -41,6 +43,11 @@ class Additive(SubsetLosses):
         return (2 + members.double() @ self.told).unsqueeze(1) + parts
 
 
+def different(count: int) -> int:
+    """Different sets among so many of 12 sources, with the seed of the tests below."""
+    return len(each_once(draw_subsets(12, TransferSettings().subset_size, count, torch.Generator().manual_seed(1))))
+
+
 def sets(sources: int, count: int, size: int = 3, seed: int = 0) -> Tensor:
     drawn = draw_subsets(sources, size, count, torch.Generator().manual_seed(seed))
     return torch.cat([torch.zeros(1, sources, dtype=torch.bool), drawn])
@@ -61,6 +68,15 @@ class TestSubsets:
         apart = ~torch.eye(5, dtype=torch.bool)
         torch.testing.assert_close(pairs.diagonal(), torch.full((5,), 0.4, dtype=torch.float64), atol=0.02, rtol=0)
         torch.testing.assert_close(pairs[apart], torch.full((20,), 0.1, dtype=torch.float64), atol=0.02, rtol=0)
+
+    def test_each_set_is_measured_once(self) -> None:
+        """Four sources have six sets of two; drawn 32 times, most of them would come several times."""
+        drawn = draw_subsets(4, 2, 32, torch.Generator().manual_seed(3))
+        once = each_once(drawn)
+        assert len(once) == len({tuple(row) for row in drawn.tolist()}) == 6
+        assert once[0].tolist() == drawn[0].tolist()
+        losses = Additive(torch.tensor([-0.3, -0.1, 0.1, 0.3]), noise=0.1)
+        assert model_transfer(losses, TransferSettings(subset_size=2), seed=1).subsets == 6
 
 
 class TestSurrogate:
@@ -165,6 +181,11 @@ class TestAlgorithm:
         assert found.gain == pytest.approx(-0.4)
         assert not found.applies
 
+    def test_a_gain_within_its_error_does_not_count(self) -> None:
+        found = model_transfer(Additive(torch.tensor([-0.1] * 4 + [0.1] * 8)), EXACT, seed=1)
+        assert replace(found, gain=0.1, gain_error=0.04).applies
+        assert not replace(found, gain=0.1, gain_error=0.06).applies
+
     def test_a_wide_gap_is_worth_a_little_loss(self) -> None:
         """The fifth source seems to help by a hair, as one of many does by chance."""
         effects = torch.tensor([-0.2] * 4 + [-0.001] + [0.1] * 7)
@@ -176,17 +197,21 @@ class TestAlgorithm:
     def test_it_stops_early_only_when_more_sets_do_not_help(self) -> None:
         effects = torch.linspace(-0.3, 0.5, 12)
         patient = model_transfer(Additive(effects, noise=0.1), EXACT, seed=1)
-        assert (patient.subsets, patient.stopped_early) == (96, False)
+        assert not patient.stopped_early
+        assert patient.subsets == different(96)
         easy = TransferSettings(tolerance=100.0)
         early = model_transfer(Additive(effects, noise=0.1), easy, seed=1)
-        assert (early.subsets, early.stopped_early) == (48, True)
+        assert early.stopped_early
+        assert 48 <= early.subsets < patient.subsets
         never = TransferSettings(tolerance=-1.0)
         assert not model_transfer(Additive(effects, noise=0.1), never, seed=1).stopped_early
 
     def test_sets_are_measured_in_batches_and_cuts_in_one(self) -> None:
         losses = Additive(torch.linspace(-0.3, 0.5, 12), noise=0.1)
         model_transfer(losses, TransferSettings(early_stop=False), seed=1)
-        assert losses.asked == [13, 24, 24, 24, 24, 13]
+        assert [losses.asked[0], losses.asked[-1]] == [13, 13]
+        assert sum(losses.asked[1:-1]) == different(96)
+        assert len(losses.asked) == 6
 
     def test_the_number_of_cuts_is_limited(self) -> None:
         losses = Additive(torch.linspace(-0.3, 0.5, 150))
