@@ -205,7 +205,6 @@ class PosteriorSettings(LearnerSettings):
     alpha: float = 0.3  #: α, weight of the posterior's deviation
     # Parts; each can be switched off to measure its effect.
     trunk: bool = True
-    embed: bool = True  # the trunk sees the user's embedding
     heads: bool = True  # False: the trunk alone, without user heads
     groups: bool = True
     memory: bool = True
@@ -239,7 +238,7 @@ class PosteriorSettings(LearnerSettings):
 
     STATE_FORMAT = 3  # users keep residuals
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
-                 "head_directions", "memory_samples", "trunk", "embed", "products_max", "apart")  # fmt: skip
+                 "head_directions", "memory_samples", "trunk", "products_max", "apart")  # fmt: skip
 
     NETWORK_SIZE = ("members", "width", "depth", "codes_max")
     USER_SIZE = ("head_inputs_max", "head_directions", "products_max", "memory_samples")

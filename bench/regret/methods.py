@@ -27,12 +27,11 @@ METHODS: Final = (*LEARNERS, *RIVALS)
 
 #: By variant of `default`, the learner settings that it replaces.
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
-    "shared-net": {"heads": False, "embed": False, "groups": False, "memory": False},
+    "shared-net": {"heads": False, "groups": False, "memory": False},
     "default-no-groups": {"groups": False},
     "default-no-memory": {"memory": False},
     "default-no-plain-head": {"plain": False},
     "default-no-trunk": {"trunk": False},
-    "default-no-embedding": {"embed": False},
     "default-no-codes": {"bins": 0},
     "default-no-products": {"products_max": 0},
     "default-no-apart": {"apart": False},

@@ -105,7 +105,7 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
             "heads",
             total * (2 * narrowing + learner.inputs.products + 2 * size * size + 8 * size),
             0,
-            SINGLE * (narrowing + requests * (size * size + 3 * size + learner.embedded)),
+            SINGLE * (narrowing + requests * (size * size + 3 * size)),
         ),
         # Every pool user's prediction of each chosen arm, its distance, and the comparison with the tolerance.
         Part("agreement", requests * pool * (2 * size + 3), 0, SINGLE * pool * size),

@@ -2,11 +2,11 @@
 
 The mean is wᵀh(z) + βᵀt(z) + b_i + p_uᵀq_i, plus the memory's correction (arms.py), with the user's head w on
 h = [1, x, x⊗x, p(z)] of standardised inputs z, and terms t(z) that all users share coefficients of. Its blocks, with w₀
-and p₀ of a user without rewards:
+of a user without rewards:
 
-    shared = w₀ᵀh₀(z) + βᵀt(z)    user = wᵀh(z) − w₀ᵀh₀(z)      arm = b_i      taste = p_uᵀq_i      memory
+    shared = w₀ᵀh(z) + βᵀt(z)      user = (w − w₀)ᵀh(z)      arm = b_i      taste = p_uᵀq_i      memory
 
-w₀ is the prior's mean, mixed with groups and pooled head like all heads. p₀ is the trunk's prediction for such a user.
+w₀ is the prior's mean, mixed with groups and pooled head like all heads.
 Columns are gradient × input of shared + user, the trunk's p included, with the slate summary fixed; the intercept is
 shared + user at z = 0. The memory is no part of the columns: its kernel is so narrow that its gradient is 0 almost
 everywhere.
@@ -42,11 +42,10 @@ def posterior_contributions(
     ramps, last = outline["ramps"], inputs.trunk_column
     nothing = double(zeros((z.shape[0],), z))
 
-    def head_inputs(user: Mapping[str, Array], z: Array) -> Array:
+    def head_inputs(z: Array) -> Array:
         predicted = zeros((z.shape[0],), z)
         if inputs.trunk:
-            codes = ramps.values(z) if ramps else z
-            predicted = trunk_prediction(outline["layers"], codes, user["user_offset"])
+            predicted = trunk_prediction(outline["layers"], ramps.values(z) if ramps else z)
         return double(inputs.head_inputs(outline, z, predicted)[:, : last + 1])  # [n, D − r]
 
     def head(user: Mapping[str, Array]) -> Array:
@@ -56,15 +55,15 @@ def posterior_contributions(
         trunk_alone[last] = 1
         return trunk_alone
 
-    w, h = head(own), head_inputs(own, z)
-    first = head_inputs(newborn, z) @ head(newborn)[: last + 1]
+    w, h = head(own), head_inputs(z)
+    first = h @ head(newborn)[: last + 1]
     x, known = h[:, 1 : 1 + inputs.seen], h[:, : 1 + inputs.seen]
     by_head = zeros(x.shape, x) + w[1 : 1 + inputs.seen]
     if inputs.products:
         by_head = by_head + through_products(x, w[1 + inputs.seen : last])
     gradient = double(zeros(z.shape, z))  # ∂mean/∂z
     if inputs.trunk:
-        delta = through_layers(outline["layers"], ramps.values(z) if ramps else z, own["user_offset"])
+        delta = through_layers(outline["layers"], ramps.values(z) if ramps else z)
         gradient = gradient + w[last] * double(ramps.gradient(z, delta) if ramps else delta)
     if inputs.selected:
         gradient[:, outline["head_columns"]] += by_head
@@ -82,7 +81,7 @@ def posterior_contributions(
         memory, _ = memory_correction(known, Slates([z.shape[0]]), own, outline["gain"], settings.memory_radius)
     return Contributions(
         columns=gradient * double(z),
-        intercept=nothing + head_inputs(own, zeros((1, z.shape[1]), z)) @ w[: last + 1],
+        intercept=nothing + head_inputs(zeros((1, z.shape[1]), z)) @ w[: last + 1],
         shared=shared,
         user=h @ w[: last + 1] - first,
         arm=arm,
@@ -102,10 +101,10 @@ def through_products(x: Array, weight: Array) -> Array:
     return gradient
 
 
-def through_layers(layers: Sequence[tuple[Array, Array]], x: Array, user_offset: Array) -> Array:
+def through_layers(layers: Sequence[tuple[Array, Array]], x: Array) -> Array:
     """Gradient [n, inputs] of `scoring.trunk_prediction`, with the same arguments."""
-    (first, _), *hidden, (last, _) = layers
-    y, active = x @ first + user_offset, []
+    (first, start), *hidden, (last, _) = layers
+    y, active = x @ first + start, []
     for weight, offset in hidden:
         active.append(y > 0)
         y = join_members(split_members(rectified(y), weight) @ weight) + offset

@@ -9,8 +9,7 @@
 
 A head's input p(x) is the value noted at decision time: a trunk trained on the reward since would leak the label. For
 the same reason groups and the pooled head are evaluated by the predictions noted at decision time: the guard λ weighs
-predictions with groups against those without, the trust τ weighs users' heads against the pooled head. The trunk's
-inputs include the user's head at decision time as an embedding.
+predictions with groups against those without, the trust τ weighs users' heads against the pooled head.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ from metaban.models.default.prior import (
 )
 from metaban.models.default.samples import (
     DEVIATION,
-    EMBEDDED,
     MEAN,
     PLAIN,
     REACH,
+    SLATE,
     TOGETHER,
     TRUNK,
     Samples,
@@ -82,7 +81,6 @@ from metaban.models.numerics.arrays import (
     Array,
     Arrays,
     as_arrays,
-    bounded,
     cast,
     chosen,
     double,
@@ -95,9 +93,6 @@ from metaban.models.numerics.arrays import (
 from metaban.models.numerics.schedule import doubled
 from metaban.models.posterior_draws import covariance_root, independent_draws, joint_draws
 from metaban.models.settings import PosteriorSettings
-
-#: Embeddings are clipped at this many deviations of the prior.
-EMBEDDING_REACH = 4.0
 
 #: Groups are derived from this many applied events on.
 GROUPS_FROM_EVENTS = 256
@@ -133,12 +128,8 @@ class PosteriorLearner(Learner):
         self.head_size = self.inputs.head_size
         self.starts = WarmStartPrior(self.inputs, self.input_size)
         self.start_size = self.starts.size
-        #: Numbers of the user embedding: the user's head without its coefficients of p and of factors.
-        self.embedded = self.inputs.trunk_column if settings.embed and self.inputs.trunk else 0
-        #: The notes of an arm end with the summary of its slate.
-        self.slate_from = EMBEDDED + self.embedded
-        self.noted = self.slate_from + self.inputs.slate_numbers
-        self.trunk = Trunk(self.inputs.codes_count + self.embedded, settings.width, settings.depth, settings.members)
+        self.noted = SLATE + self.inputs.slate_numbers
+        self.trunk = Trunk(self.inputs.codes_count, settings.width, settings.depth, settings.members)
         self.network_size = self.trunk.parameters
         kept = settings.memory_samples
         self.fields = {
@@ -201,16 +192,9 @@ class PosteriorLearner(Learner):
             "since": zeros((count,), like) + cast(shared["since"], like),
         }
 
-    def embedding(self, shared: Arrays, heads: Array) -> Array:
-        """The trunk's user embedding: mean heads [R, D] relative to the prior, in its deviations → [R, e]."""
-        mean, covariance = shared["prior_mean"][: self.embedded], shared["prior_covariance"]
-        deviation = library_of(heads).sqrt(covariance.diagonal()[: self.embedded])
-        away = (heads[:, : self.embedded] - cast(mean, heads)) / cast(deviation, heads)
-        return bounded(away, -EMBEDDING_REACH, EMBEDDING_REACH)
-
     def slate_notes(self, notes: Array) -> Array:
         """The slate summary in notes [..., q] → [..., 1 + d], or [..., 0] when slate effects are off."""
-        return notes[..., self.slate_from :]
+        return notes[..., SLATE:]
 
     def head_samples(self, shared: Arrays, batch: UserBatch) -> HeadSamples:
         """A batch's samples as users' heads learn from them."""
@@ -255,20 +239,16 @@ class PosteriorLearner(Learner):
         arrays: dict[str, Any] = dict(as_arrays(shared)) if as_numpy else dict(shared)
         (first, offset), *rest = self.trunk.layers(shared["trunk"])
         first, offset = first.flatten(0, 1), offset.flatten()  # all members see the same inputs: one layer
-        arms = first.shape[1] - self.embedded
-        # The embedding is the same for all arms of a request, so its part of the first layer is kept separate.
         ramps = Ramps.of(shared["edges"]) if self.inputs.bins else None
-        seen = ramps.layer(first[:, :arms].mT, offset) if ramps else (first[:, :arms].mT, offset)
+        seen = ramps.layer(first.mT, offset) if ramps else (first.mT, offset)
         *hidden, (last, level) = rest
         layers = [
             seen,
             *((weight.mT, offset.flatten()) for weight, offset in hidden),
             (last.flatten() / self.trunk.members, level.mean()),
         ]
-        user_layer = first[:, arms:].mT
         return arrays | {
             "layers": [(packed(weight), packed(offset)) for weight, offset in layers] if as_numpy else layers,
-            "user_layer": packed(user_layer) if as_numpy else user_layer,
             "ramps": ramps.packed() if ramps and as_numpy else ramps,
             "arms": ArmLookup.of(ArmEffects.stored(arrays), arrays["trunk"]),
             "wide_weights": cast(arrays["arm_wide"], arrays["trunk"]),
@@ -281,25 +261,16 @@ class PosteriorLearner(Learner):
         weight = recency_weight(own["since"] >= outline["since"], like)[:, None]  # [R, 1]
         gram, moment = symmetric(double(own["gram"] * weight), self.head_size), double(own["moment"] * weight)
         posteriors, pooled = self._posteriors(outline, gram, moment), PooledHead.stored(outline)
-        pooled_heads, embedding = pooled.with_user_levels(gram, moment), self.embedding(outline, own["head"])
+        pooled_heads = pooled.with_user_levels(gram, moment)
         head = pooled.blend(pooled_heads, posteriors.head)
         return {
             "heads": cast(
                 library.stack([pooled_heads, posteriors.alone, posteriors.together, head], -1), like
             ),  # [R, D, 4]
             "covariance": cast(pooled.exploration_covariance(posteriors.covariance()), like),
-            "notes": self._request_notes(embedding, outline["reach"]),
-            # One product per user: in one product of all, rounding would depend on the batch.
-            "user_offset": (embedding[:, None] @ outline["user_layer"])[:, 0] + outline["layers"][0][1],
             "memory_table": memory_table(own["kept_arms"], own["kept_weights"] * weight, self.settings.memory_radius),
             "memory_terms": residual_terms(own["kept_residuals"], outline["gain"]),
         }
-
-    def _request_notes(self, embedding: Array, reach: Array) -> Array:
-        """Notes that all arms of a request share: embedding [R, e] and interval reach [] → [R, q]."""
-        notes = zeros((embedding.shape[0], self.noted), embedding)
-        notes[:, EMBEDDED : self.slate_from], notes[:, REACH] = embedding, reach
-        return notes
 
     def prepare_draws(self, brief: Arrays) -> Arrays:
         return brief if "root" in brief else {**brief, "root": covariance_root(brief["covariance"])}
@@ -307,9 +278,8 @@ class PosteriorLearner(Learner):
     def score_prepared(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         own, slates, library = query.own, query.slates, library_of(query.arms)
         slate, z, predicted = self._encoded(outline, query)
-        notes = slates.copied(own["notes"])
-        if self.inputs.removes_common:
-            notes[:, self.slate_from :] = slate
+        notes = zeros((z.shape[0], self.noted), z)
+        notes[:, REACH], notes[:, SLATE:] = outline["reach"], slate
         if not self.settings.heads:
             group_of_one, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
             notes[:, : MEAN + 1] = predicted[:, None]
@@ -344,8 +314,8 @@ class PosteriorLearner(Learner):
         slate, z = self._standardized(outline, query)
         if not self.inputs.trunk:
             return slate, z, library_of(z).zeros_like(z[:, 0])
-        ramps, user_offset = outline["ramps"], query.slates.spread(query.own["user_offset"])
-        return slate, z, trunk_prediction(outline["layers"], ramps.values(z) if ramps else z, user_offset)
+        ramps = outline["ramps"]
+        return slate, z, trunk_prediction(outline["layers"], ramps.values(z) if ramps else z)
 
     def _standardized(self, outline: Any, query: Query) -> tuple[Array, Array]:
         """Slate summaries and standardised arms [N, d]."""
@@ -500,7 +470,7 @@ class PosteriorLearner(Learner):
         for rows in drawn:
             notes = samples.notes[rows]
             z = self.inputs.standardized(shared, samples.features[rows], self.slate_notes(notes))
-            x = torch.cat([self.inputs.codes(shared, z), notes[:, EMBEDDED : self.slate_from]], dim=-1)
+            x = self.inputs.codes(shared, z)
             gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)
         return state.state()

@@ -15,8 +15,8 @@ from metaban.models.numerics.arrays import Array, Arrays, cast
 
 #: Columns of a decision's notes: predictions of the trunk, of the pooled head, and of the user's head without and with
 #: groups; the mean; the standard deviation of the reward around it, noise included; the half-width, in these, of the
-#: interval that should hold 9 rewards in 10; from the last one on, the user's embedding.
-TRUNK, PLAIN, ALONE, TOGETHER, MEAN, DEVIATION, REACH, EMBEDDED = range(8)
+#: interval that should hold 9 rewards in 10; from the last one on, the summary of the slate of wide inputs.
+TRUNK, PLAIN, ALONE, TOGETHER, MEAN, DEVIATION, REACH, SLATE = range(8)
 
 #: Avoids a division by 0 when all rewards are equal.
 LEAST_SPREAD: Final = torch.finfo(torch.float64).tiny

@@ -97,15 +97,15 @@ def group_sizes(heads: Array, arms: Array, mean: Array, reach: Array, row: Array
     return found + (~agree[:, row[0]] if row[0] >= 0 else 1)
 
 
-def trunk_prediction(layers: Sequence[tuple[Array, Array]], x: Array, user_offset: Array) -> Array:
-    """The trunk's prediction [N] from codes x [N, n] and `user_offset` [N, M·m], the first layer's part of the user.
+def trunk_prediction(layers: Sequence[tuple[Array, Array]], x: Array) -> Array:
+    """The trunk's prediction [N] from codes x [N, n].
 
-    The first layer is that of all M members side by side, [n, M·m]; its offset is part of `user_offset`. Hidden layers
-    are weights [M, columns, rows] and offsets [M·rows]; the last holds each member's share of the mean, [M·m] and [].
+    The first layer is that of all M members side by side, [n, M·m] and [M·m]. Hidden layers are weights [M, columns,
+    rows] and offsets [M·rows]; the last holds each member's share of the mean, [M·m] and [].
     """
-    (first, _), *hidden, (last, level) = layers
+    (first, start), *hidden, (last, level) = layers
     y = x @ first
-    y += user_offset
+    y += start
     for weight, offset in hidden:
         y = join_members(split_members(rectified(y), weight) @ weight)
         y += offset

@@ -62,12 +62,6 @@ class Slates:
             return each
         return each[self.request(each)]
 
-    def copied(self, each: Array) -> Array:
-        """Values of requests [R, …] copied to their arms [N, …], writable."""
-        if isinstance(each, Tensor):
-            return each[self.request(each)]
-        return each.repeat(self.sizes, 0)
-
     def request(self, like: Array) -> Array:
         """The request of each arm, [N] int64."""
         return self._like(np.repeat(np.arange(self.requests), self.sizes), like)

@@ -15,6 +15,7 @@ from metaban.models.default.arms import FACTORS, UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.places import LEAST_LOOK, MOST_LOOK, PLACES
 from metaban.models.default.prior import NO_GROUP
+from metaban.models.default.samples import SLATE
 from metaban.models.features import InputParts
 from metaban.models.learner import NO_ARM_KEY, Query, Scores, State, UserBatch
 from metaban.models.numerics.slates import Slates
@@ -121,7 +122,7 @@ def random_history(
     rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
     if taste is not None:
         rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
-    noted = torch.rand(samples, learner.slate_from, generator=generator, dtype=torch.float64)
+    noted = torch.rand(samples, SLATE, generator=generator, dtype=torch.float64)
     epochs = torch.randint(4, (samples,), generator=generator).sort().values
     if learner.inputs.removes_common:
         count = torch.randint(1, OFFERED_MAX + 1, (samples, 1), generator=generator).to(torch.float64)
@@ -259,7 +260,6 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         depth=draw(st.integers(1, 3)),
         bins=draw(st.sampled_from([0, 2, 5])),
         trunk=draw(st.sampled_from([True, True, False])),
-        embed=draw(st.booleans()),
         heads=draw(st.sampled_from([True, True, True, False])),
         groups=draw(st.booleans()),
         memory=draw(st.booleans()),
@@ -385,8 +385,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     trunk = settings.trunk and (inputs <= settings.head_inputs_max or narrowed)
     numbers = {name: value.to(torch.float64).numpy() for name, value in shared.items()}
     bins = numbers["edges"].shape[1] - 1 if "edges" in numbers else 0
-    embedded = settings.embed * trunk * (numbers["prior_mean"].shape[0] - 1 - FACTORS)
-    widths = [inputs * (1 + bins) + embedded, *[settings.width] * settings.depth, 1]
+    widths = [inputs * (1 + bins), *[settings.width] * settings.depth, 1]
     members: list[list[tuple[Array, Array]]] = [[] for _ in range(settings.members)]
     flat = iter(numbers["trunk"])
     for columns, rows in pairwise(widths):  # weights of all members, then their biases

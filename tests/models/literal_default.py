@@ -72,7 +72,6 @@ class LiteralSettings:
     memory_samples: int
     memory_radius: float
     trunk: bool
-    embed: bool
     heads: bool
     groups: bool
     memory: bool
@@ -162,19 +161,8 @@ class LiteralPosterior:
         z = [(x - m) / s for x, m, s in zip(self.arm_part(arm), self.shared.mean, self.shared.scale, strict=True)]
         return np.array([min(max(value, -10.0), 10.0) for value in z])
 
-    def embedding(self, head: Array) -> list[float]:
-        """Embedding of the asking user, which the trunk sees: the coefficients of [1, x, products] in prior deviations
-        from the prior mean, clipped at 4."""
-        if not self.settings.embed or not self.settings.trunk:
-            return []
-        shared, found = self.shared, []
-        for place in range(len(head) - 1 - len(shared.unknown.factors)):
-            away = (head[place] - shared.prior_mean[place]) / math.sqrt(shared.prior_covariance[place, place])
-            found.append(min(max(away, -4.0), 4.0))
-        return found
-
-    def predicted(self, arm: LiteralShown, asking: list[float]) -> float:
-        """p(x): the mean of the trunk's members on z, its piecewise-linear codes, and the user embedding."""
+    def predicted(self, arm: LiteralShown) -> float:
+        """p(x): the mean of the trunk's members on z and its piecewise-linear codes."""
         if not self.settings.trunk:
             return 0.0
         z = self.standardized(arm)
@@ -185,7 +173,7 @@ class LiteralPosterior:
                     codes.append(min(max((value - low) / (high - low), 0.0), 1.0) - 0.5)
         said = []
         for *hidden, last in self.shared.trunk:
-            y = np.array([*z, *codes, *asking])
+            y = np.array([*z, *codes])
             for weights, offsets in hidden:
                 y = np.maximum(weights @ y + offsets, 0.0)
             said.append(float((last[0] @ y + last[1])[0]))
@@ -321,12 +309,11 @@ class LiteralPosterior:
     ) -> LiteralArm:
         """Score one arm for a user with these samples and this stored head, in a pool of these heads."""
         shared, settings = self.shared, self.settings
-        asking = self.embedding(stored)
         offer = [] if shared.common_ratio is None else arm.offer
-        predicted = self.predicted(arm, asking)
+        predicted = self.predicted(arm)
         if not settings.heads:
             reported = [predicted, math.sqrt(shared.noise), shared.reach]
-            return LiteralArm(predicted, 0.0, [*[predicted] * 4, *reported, *asking, *offer])
+            return LiteralArm(predicted, 0.0, [*[predicted] * 4, *reported, *offer])
         h = self.h(arm, predicted)
         head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
         alone, variance = float(h @ head), float(h @ covariance @ h)
@@ -357,7 +344,7 @@ class LiteralPosterior:
             variance += left
         found.bonus = settings.alpha * math.sqrt(variance)
         reported = [found.mean, math.sqrt(variance + shared.noise), shared.reach]
-        found.noted = [predicted, plain, alone, together, *reported, *asking, *offer]
+        found.noted = [predicted, plain, alone, together, *reported, *offer]
         return found
 
     def remembered(self, arm: LiteralShown, own: Sequence[LiteralSample]) -> tuple[float, float]:

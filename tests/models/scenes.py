@@ -32,7 +32,6 @@ PARTS = pytest.mark.parametrize(
         {"memory": False},
         {"heads": False},
         {"trunk": False},
-        {"embed": False},
         {"arms": False},
         {"bins": 0},
         {"products_max": 0},

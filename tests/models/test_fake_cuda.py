@@ -189,7 +189,6 @@ SLOW_VARIANTS = [
     settings("default", head_inputs_max=3, head_directions=2, heads=False),
     settings("default", trunk=False, groups=False, memory=False),
     settings("default", arms=False),
-    settings("default", embed=False),
     settings("default", heads=False),
 ]
 VARIANTS = [

@@ -52,7 +52,7 @@ def test_invalid_values_are_refused_by_name(name: str, value: object) -> None:
     ("name", "value"),
     [
         ("width", 0), ("width", 2.5), ("depth", 0), ("bins", -1), ("codes_max", -1), ("replayed", 0), ("alpha", -0.1),
-        ("alpha", float("nan")), ("trunk", 1), ("embed", 1), ("heads", "yes"), ("groups", None), ("memory", 0),
+        ("alpha", float("nan")), ("trunk", 1), ("heads", "yes"), ("groups", None), ("memory", 0),
         ("apart", 1), ("trunk_rate", 0), ("trunk_decay", -1), ("steps_per_event", -0.5), ("epoch_steps_max", 0),
         ("head_inputs_max", 0),
         ("head_directions", 0), ("group_spread", 0), ("nu", -1), ("memory_samples", 0), ("memory_radius", 0),
@@ -120,7 +120,7 @@ def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> Non
     assert kept.structure() == settings.structure()
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"members": 3}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9},
-        {"head_inputs_max": 40}, {"head_directions": 5}, {"memory_samples": 5}, {"embed": False}, {"products_max": 0},
+        {"head_inputs_max": 40}, {"head_directions": 5}, {"memory_samples": 5}, {"products_max": 0},
         {"apart": False}, {"trunk": False},
     ]  # fmt: skip
     for change in changes:

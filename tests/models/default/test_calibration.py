@@ -10,7 +10,7 @@ import torch
 
 from metaban.models.default.calibration import BINS, COLUMNS, NEWEST, NORMAL_REACH, ReliabilityTable, calibration_state
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import DEVIATION, EMBEDDED, MEAN, REACH, Samples
+from metaban.models.default.samples import DEVIATION, MEAN, REACH, SLATE, Samples
 from tests.models.default_worlds import batch_of, generator_of, kinds, small
 
 NOW = torch.zeros((), dtype=torch.float64)
@@ -25,7 +25,7 @@ def samples(
     epochs: np.ndarray | None = None,
 ) -> Samples:
     """Samples with these noted predictions."""
-    notes = torch.zeros(len(mean), EMBEDDED, dtype=torch.float64)
+    notes = torch.zeros(len(mean), SLATE, dtype=torch.float64)
     notes[:, MEAN], notes[:, DEVIATION], notes[:, REACH] = (
         torch.from_numpy(mean),
         deviation,

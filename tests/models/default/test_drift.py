@@ -8,7 +8,7 @@ from torch import Tensor
 
 from metaban.models.default.drift import DRIFT_SAMPLES, drift_detected
 from metaban.models.default.samples import (
-    EMBEDDED,
+    SLATE,
     TOGETHER,
     Samples,
 )
@@ -24,7 +24,7 @@ def samples_with_shortfall(*parts: tuple[int, int, float]) -> Samples:
     epochs = torch.cat([torch.full((count,), epoch) for epoch, count, _ in parts])
     short = torch.cat([torch.full((count,), by) for _, count, by in parts]).double()
     rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
-    notes = torch.zeros(epochs.shape[0], EMBEDDED, dtype=torch.float64)
+    notes = torch.zeros(epochs.shape[0], SLATE, dtype=torch.float64)
     notes[:, TOGETHER] = 0.5 + short
     nothing, ones = torch.zeros(epochs.shape[0], 1), torch.ones(epochs.shape[0])
     return Samples(nothing, rewards, notes, epochs, ones, ones)

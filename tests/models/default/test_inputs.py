@@ -26,6 +26,7 @@ from metaban.models.default.inputs import (
     rotated_towards,
 )
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.samples import SLATE
 from metaban.models.features import InputParts
 from metaban.models.numerics.normalizer import Moments, standardize
 from tests.models.default_worlds import (
@@ -144,7 +145,7 @@ def test_single_arm_slates_have_no_common_part() -> None:
     assert not derived["common_ratio"].any()
     unaware = PosteriorLearner(small(apart=False, **WIDE), 3, torch.float64)
     for person in people:
-        person.phi = person.phi[:, : learner.slate_from]
+        person.phi = person.phi[:, :SLATE]
     expected = unaware.derive(unaware.initial_shared(), [batch_of(people)], 0, 512)
     assert set(derived) - set(expected) == {"common_ratio", "common_centre"}
     for name in expected:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.samples import SLATE
 from tests.models.default_worlds import (
     WIDE,
     Scene,
@@ -107,7 +108,7 @@ def test_scores_of_wide_inputs_in_float32_equal_the_literal_ones(scene: Scene) -
 @pytest.mark.parametrize("since", [0.0, 2.0])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"groups": False}, {"embed": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
+    [{}, {"groups": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
     ids=lambda changes: next(iter(changes), "all"),
 )
 @pytest.mark.parametrize("catalogue", [0, 4], ids=["no ids", "ids"])
@@ -235,13 +236,12 @@ def test_group_spread_may_change_with_stored_groups() -> None:
 # ---------------------------------------------------------------------- common part of slates
 
 
-@pytest.mark.parametrize("embed", [True, False])
 @pytest.mark.parametrize(("inputs", "apart"), [(2, True), (2, False), (3, True), (3, False)])
-def test_the_slate_is_noted_for_wide_inputs_only(inputs: int, apart: bool, embed: bool) -> None:
-    learner = PosteriorLearner(small(apart=apart, embed=embed, **WIDE), inputs)
+def test_the_slate_is_noted_for_wide_inputs_only(inputs: int, apart: bool) -> None:
+    learner = PosteriorLearner(small(apart=apart, **WIDE), inputs)
     looked_at = apart and inputs == 3  # WIDE begins here
     assert learner.inputs.removes_common == looked_at
-    assert learner.noted - learner.slate_from == (1 + inputs) * looked_at
+    assert learner.noted - SLATE == (1 + inputs) * looked_at
     tensors = {"common_ratio", "common_centre"}
     assert tensors & set(learner.initial_shared()) == (tensors if looked_at else set())
 
@@ -281,7 +281,7 @@ def test_a_shift_of_the_slate_is_seen_by_a_known_share() -> None:
     expected = unaware.score(scene.shared, pool, replace(query, arms=torch.cat(arms)))
     for name in ("mean", "bonus", "group_size"):
         assert_close(getattr(scores, name), getattr(expected, name), 1e-10)
-    assert_close(scores.phi[:, : learner.slate_from], expected.phi, 1e-10)
+    assert_close(scores.phi[:, :SLATE], expected.phi, 1e-10)
 
 
 @pytest.mark.parametrize("arms", [1, 4])
@@ -313,8 +313,7 @@ def test_when_nearly_all_is_common_only_differences_between_arms_count(heads: bo
         before, after = fast_scores(scene), fast_scores(moved_scene(scene, by))
         assert torch.allclose(before.mean, after.mean, rtol=0, atol=1e-8) != minded
         assert torch.allclose(before.bonus, after.bonus, rtol=0, atol=1e-8) != (minded and heads)
-        offered = PosteriorLearner(scene.settings, 3).slate_from
-        assert_close(after.phi[:, offered + 1 :] - before.phi[:, offered + 1 :], by.expand(12, 3), 1e-10)
+        assert_close(after.phi[:, SLATE + 1 :] - before.phi[:, SLATE + 1 :], by.expand(12, 3), 1e-10)
 
 
 @BOTH

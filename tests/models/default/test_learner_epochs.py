@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metaban.models.default.arms import UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import ALONE, EMBEDDED, TOGETHER
+from metaban.models.default.samples import ALONE, TOGETHER
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import PosteriorSettings
@@ -139,46 +139,6 @@ def test_heads_use_the_predictions_noted_at_the_decision() -> None:
     assert not torch.allclose(one["prior_mean"], noted["prior_mean"])
 
 
-def test_the_trunk_uses_the_embedding_noted_at_the_decision() -> None:
-    """The trunk trains on the embedding noted at the decision; the heads do not depend on it."""
-    learner = PosteriorLearner(small(), 3, torch.float64)
-    shared, batch = learner.initial_shared(), batch_of(kinds(learner, 12, 8, generator_of(9)))
-    others = batch.phi.clone()
-    others[..., EMBEDDED:] = 1 - others[..., EMBEDDED:]
-    one, other = (learner.derive(shared, [replace(batch, phi=phi)], 0, 512) for phi in (batch.phi, others))
-    assert not torch.allclose(one["trunk"], other["trunk"])
-    for name in ("prior_mean", "prior_covariance", "noise", "group_pull", "guard", "gain"):
-        assert torch.equal(one[name], other[name])
-
-
-def test_the_trunk_learns_interactions_of_user_and_arm() -> None:
-    """Rewards depend on user and arm together; the arm alone does not explain them."""
-    learner = PosteriorLearner(
-        small(width=32, epoch_steps_max=400, replayed=64, trunk_rate=0.01, heads=False, products_max=0), 1
-    )
-    generator = generator_of(14)
-    features = torch.randn(40, 20, 1, generator=generator)
-    kind = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
-    batch = batch_of([random_history(learner, 20, generator)] * 40, torch.float32)
-    batch = replace(batch, features=features, rewards=(features[..., 0] * kind.unsqueeze(-1) > 0).float())
-    batch.phi[...] = 0.0
-    batch.phi[..., EMBEDDED + 1] = kind.unsqueeze(-1)  # coefficients after the prediction: the constant and x
-    shared = learner.derive(learner.initial_shared(), [batch], 0, 2_000)
-    assert learner.noted == EMBEDDED + 2
-    own = {name: torch.stack([value, value]) for name, value in learner.initial_user(shared).items()}
-    deviation = shared["prior_covariance"][1, 1].sqrt().float()
-    own["head"][:, 1] = shared["prior_mean"][1].float() + deviation * torch.tensor([1.0, -1.0])
-    query = Query(
-        arms=torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
-        slates=Slates([2, 2]),
-        own=own,
-        own_row=torch.tensor([-1, -1]),
-        own_events=torch.tensor([20, 20]),
-    )
-    likes = learner.score(shared, fitted(learner, shared, []), query).mean
-    assert_close(likes, torch.tensor([1.0, 0.0, 0.0, 1.0]), 0.2)
-
-
 def guard_after_errors(alone: float, together: float) -> Tensor:
     """The guard after users' rewards were predicted with these errors."""
     learner = PosteriorLearner(small(), 3, torch.float64)
@@ -270,8 +230,6 @@ def test_users_fitted_before_a_change_count_as_if_fitted_after(place: str) -> No
         fitted(learner, derived, [person]),
     ):
         query = Query(arms, Slates([4]), state, torch.tensor([-1]), torch.tensor([8]))
-        # The embedding comes from the head as it was fitted and is not under test here.
-        query = replace(query, own={**query.own, "head": derived["prior_mean"].unsqueeze(0)})
         found.append(learner.score(derived, fitted(learner, derived, []), query))
     assert_close(found[0].mean, found[1].mean, 1e-8)
     assert_close(found[0].bonus, found[1].bonus, 1e-8)

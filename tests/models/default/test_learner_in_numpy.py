@@ -212,7 +212,6 @@ def test_fitting_and_scoring_do_not_modify_their_arguments() -> None:
         *asked.own.values(),
         *(getattr(batch, each.name) for each in fields(batch)),
         *(array for layer in outline["layers"] for array in layer),
-        outline["user_layer"],
         outline["ramps"].begin,
         outline["ramps"].least,
         outline["ramps"].most,

@@ -100,18 +100,6 @@ class TestAgainstLoops:
         assert_same(found, expected, kind)
 
     @PROPERTY
-    @given(sizes=SIZES, shape=SHAPES)
-    @example(sizes=[1], shape=())
-    @example(sizes=[5], shape=(3,))
-    def test_copied(self, kind: str, dtype: str, sizes: list[int], shape: tuple[int, ...]) -> None:
-        each = numbers((len(sizes), *shape), kind, dtype)
-        found = Slates(sizes).copied(each)
-        expected = np.stack([np.asarray(each)[request] for request, size in enumerate(sizes) for _ in range(size)])
-        assert_same(found, expected, kind)
-        found[...] = 0
-        assert each.all(), "a copy is writable"
-
-    @PROPERTY
     @given(sizes=SIZES)
     @example(sizes=[1])
     def test_request_and_counts(self, kind: str, dtype: str, sizes: list[int]) -> None:
