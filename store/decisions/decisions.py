@@ -312,6 +312,11 @@ class DecisionStore:
         stored = await command(self._redis, "GET", self._keys.decision(decision_id))
         return None if stored is None else DecisionRecord.decode(as_bytes(stored))
 
+    async def standing(self, decision_id: str) -> DecisionRecord | None:
+        """A stored decision that is in the index of its user; one that is not yet may still be retracted."""
+        decision = await self.get(decision_id)
+        return None if decision is None or not await self._index.has(decision.user_id, decision_id) else decision
+
     async def load(self, decision_ids: Iterable[str]) -> dict[str, DecisionRecord]:
         """Those of these decisions that are stored, without damaged ones."""
         ids = list(dict.fromkeys(decision_ids))

@@ -69,6 +69,10 @@ class DecisionIndex:
         """Delete the index entry of a decision that is not this user's."""
         await command(self._redis, "ZREM", self._keys.decided(user_id), decision_id)
 
+    async def has(self, user_id: str, decision_id: str) -> bool:
+        """Whether a decision is in the index of a user."""
+        return await command(self._redis, "ZSCORE", self._keys.decided(user_id), decision_id) is not None
+
     async def newest(self, user_id: str, *, most: int) -> list[str]:
         """Newest `most` decision ids of a user; some decisions may have expired."""
         reply = await command(self._redis, "ZRANGE", self._keys.decided(user_id), 0, most - 1, "REV")

@@ -50,7 +50,7 @@ class Decider:
         store = StoreAccess(self._guard, go_on=self._live.settings.store_outage == "serve")
         decision_id = command.decision_id or uuid4().hex
         if command.decision_id is not None:
-            earlier = await store.run(partial(self._decisions.get, decision_id))
+            earlier = await store.run(partial(self._decisions.standing, decision_id))
             if earlier is not None:
                 return await self._replay(command, earlier, store)
         profile, encoded = None, b""

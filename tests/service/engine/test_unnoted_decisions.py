@@ -8,6 +8,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from metaban.store.decisions.decisions import UNNOTED_MS, DecisionRecord
 from tests.cluster_driver import ClusterDriver
 from tests.service.engine.reward_calls import ARMS, KEYS, served
 
@@ -55,3 +56,20 @@ async def test_user_with_a_damaged_index_can_be_forgotten(
         assert await keys_with(redis, USER) == TOMBSTONE
         assert (await service.post("/recommend", json=body)).json()["logged"]
         assert KEYS.decision(DECISION) in await keys_with(redis, USER)
+
+
+async def test_a_decision_that_will_be_retracted_is_not_repeated(redis: Redis, valkey_url: str) -> None:
+    body = {"user_id": USER, "arms": ARMS, "decision_id": DECISION}
+    key = KEYS.decision(DECISION)
+    async with served(valkey_url, redis_url=valkey_url) as (service, _):
+        await service.post("/recommend", json=body)
+        before = await redis.get(key)
+        assert (await service.delete(f"/admin/users/{USER}")).status_code == 200
+        # As another process leaves it between its two steps when it does not know yet that the user was forgotten.
+        await redis.set(key, before, px=UNNOTED_MS)
+        answer = (await service.post("/recommend", json=body)).json()
+        stored = DecisionRecord.decode(await redis.get(key))
+        assert (answer["logged"], stored.incarnation) == (True, 1)
+        assert [item["arm_id"] for item in answer["items"]] == [item.arm_id for item in stored.items]
+        reward = {"decision_id": DECISION, "arm_id": stored.items[0].arm_id, "reward": 1}
+        assert (await service.post("/feedback", json=reward)).json()["accepted"] == 1

@@ -35,6 +35,8 @@ JSON = "application/json"
 #: Short probes of the store.
 QUICK = {"metaban.service.engine.store_guard.PROBE_BUDGET_S": 1.0, "metaban.service.engine.store_guard.DOUBT_S": 0.05}
 OWN_MEMBERS = {"type", "title", "status", "detail", "instance"}
+#: Repetitions of a step of a case that is answered 503, and the pause before each.
+TRIES, PAUSE_S = 40, 0.25
 #: Value and expiry of each key.
 Dump: TypeAlias = dict[bytes, tuple[bytes, int]]
 
@@ -64,8 +66,12 @@ class World:
         return self.valkey
 
     async def ok(self, method: str, path: str, json: Any = None, **more: Any) -> Any:
-        """The JSON of an answer that must be successful."""
-        answer = await self.http.request(method, path, json=json, **more)
+        """The JSON of an answer that must be successful; repeated after a 503, which a busy machine may answer."""
+        for _ in range(TRIES):
+            answer = await self.http.request(method, path, json=json, **more)
+            if answer.status_code != 503:
+                break
+            await asyncio.sleep(PAUSE_S)
         assert answer.is_success, answer.text
         return answer.json()
 
