@@ -22,7 +22,7 @@ from metaban.models.default.samples import Samples
 from metaban.models.features import InputParts
 from metaban.models.learner import State
 from metaban.models.numerics.arrays import Array, Arrays, bounded, cast, library_of, packed, zeros
-from metaban.models.numerics.normalizer import CONSTANT_RELATIVE_SPREAD, Moments, standardize, winsorize
+from metaban.models.numerics.normalizer import CONSTANT_RELATIVE_SPREAD, Moments, standardize, usual_share, winsorize
 from metaban.models.settings import PosteriorSettings
 
 #: Narrowest bin, in standard deviations: a column with few distinct values would have bins of width 0.
@@ -42,12 +42,18 @@ CROSSED_CONTEXT_MAX = 16
 SMALLEST_VARIANCE = 1e-3
 
 
-def centre_and_scale(moments: Moments) -> tuple[Tensor, Tensor]:
-    """(mean, scale), both [d]; constant columns become 0, because heads have their own constant, and columns that vary
-    by rounding only stay small."""
+def centre_and_scale(moments: Moments, usual: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, scale), both [d], where the share `usual` [d] of rows has the most frequent value of a column.
+
+    The scale is the root mean square deviation per row with another value: the standard deviation of a column of
+    numbers, and about 1 for a tag that few arms have. In standard deviations such a tag would be a large number, and
+    its coefficient, with the same prior as others, would decide about these arms. Constant columns become 0, because
+    heads have their own constant, and columns that vary by rounding only stay small.
+    """
     deviation = (moments.squares / moments.count.clamp_min(1)).sqrt()
     constant = deviation <= CONSTANT_RELATIVE_SPREAD * (moments.mean.abs() + CONSTANT_RELATIVE_SPREAD)
-    return moments.mean, torch.where(constant, deviation.clamp_min(1), deviation)
+    scale = deviation / (1 - usual).clamp_min(1 / moments.count.clamp_min(1)).sqrt()
+    return moments.mean, torch.where(constant, deviation.clamp_min(1), scale)
 
 
 def bins_for(inputs: int, bins: int, most: int) -> int:
@@ -225,9 +231,8 @@ class ArmInputs:
             ratio, centre = fit_common_effect(samples.features, slates, samples.weights)
             derived = {"common_ratio": ratio.to(self.dtype), "common_centre": centre.to(self.dtype)}
         real = samples.weights > 0
-        mean, scale = centre_and_scale(
-            Moments.of(winsorize(self.arm_part(derived, samples.features, slates), real), real)
-        )
+        rows = winsorize(self.arm_part(derived, samples.features, slates), real)
+        mean, scale = centre_and_scale(Moments.of(rows, real), usual_share(rows, real))
         derived |= {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
         rows = samples.evenly_spread(ROWS_MAX)
         z = self.standardized(derived, samples.features[rows], slates[rows])
