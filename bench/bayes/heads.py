@@ -29,7 +29,6 @@ from metaban.bench.core.report import Bar
 from metaban.bench.worlds.environments import SyntheticGroups
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Groups, Prior, prior_from_state
-from metaban.models.default.samples import ALONE, PLAIN
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.arrays import as_arrays
 from metaban.models.numerics.hardware import one_thread
@@ -175,7 +174,7 @@ def _posteriors(world: PlayedWorld) -> dict[str, float]:
         "largest head": float(head.abs().max()),
         "fitted head": _apart(fitted["head"], head),
         "served head": _apart(brief["heads"][..., -1], head),
-        "served head, without groups": _apart(brief["heads"][..., ALONE - PLAIN], alone),
+        "served head, without groups": _apart(brief["heads"][..., 1], alone),  # after the pooled head
         "served covariance": _apart(brief["covariance"], spread),
     }
 

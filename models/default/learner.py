@@ -42,6 +42,7 @@ from metaban.models.default.evidence import group_guard, measured_trust, memory_
 from metaban.models.default.groups import GROUP_USERS_MAX, cluster_of, clusters_found, derive_groups, mixture_due
 from metaban.models.default.inputs import ArmInputs, Ramps
 from metaban.models.default.memory import FIRST_GAIN, memory_table, residual_terms
+from metaban.models.default.notes import Notes
 from metaban.models.default.places import looks_at
 from metaban.models.default.pooled_head import PooledHead
 from metaban.models.default.prior import (
@@ -53,17 +54,7 @@ from metaban.models.default.prior import (
     prior_from_state,
     prior_state,
 )
-from metaban.models.default.samples import (
-    DEVIATION,
-    MEAN,
-    PLAIN,
-    REACH,
-    SLATE,
-    TOGETHER,
-    TRUNK,
-    Samples,
-    recency_weight,
-)
+from metaban.models.default.samples import Samples, recency_weight
 from metaban.models.default.scoring import (
     HeadPosteriors,
     group_sizes,
@@ -128,7 +119,7 @@ class PosteriorLearner(Learner):
         self.head_size = self.inputs.head_size
         self.starts = WarmStartPrior(self.inputs, self.input_size)
         self.start_size = self.starts.size
-        self.noted = SLATE + self.inputs.slate_numbers
+        self.noted = Notes.COUNT + self.inputs.slate_numbers
         self.trunk = Trunk(self.inputs.codes_count, settings.width, settings.depth, settings.members)
         self.network_size = self.trunk.parameters
         kept = settings.memory_samples
@@ -192,17 +183,14 @@ class PosteriorLearner(Learner):
             "since": zeros((count,), like) + cast(shared["since"], like),
         }
 
-    def slate_notes(self, notes: Array) -> Array:
-        """The slate summary in notes [..., q] → [..., 1 + d], or [..., 0] when slate effects are off."""
-        return notes[..., SLATE:]
-
     def head_samples(self, shared: Arrays, batch: UserBatch) -> HeadSamples:
         """A batch's samples as users' heads learn from them."""
-        z = self.inputs.standardized(shared, batch.features, self.slate_notes(batch.phi))
+        notes = Notes(batch.phi)
+        z = self.inputs.standardized(shared, batch.features, notes.slate)
         effects, _, factors = ArmEffects.stored(shared).of(batch.arm_keys)
         if self.inputs.wide:
             effects = effects + double(self.inputs.wide_inputs(shared, z)) @ shared["arm_wide"]
-        h = self.inputs.head_inputs(shared, z, batch.phi[..., TRUNK], cast(factors, z))
+        h = self.inputs.head_inputs(shared, z, notes.trunk, cast(factors, z))
         looks = cast(looks_at(shared["arm_looks"], batch.places), z)
         recent = recency_weight(batch.epochs >= shared["since"], batch.rewards) * batch.valid
         return HeadSamples(h, batch.rewards / looks - cast(effects, z), looks, recent)
@@ -278,12 +266,10 @@ class PosteriorLearner(Learner):
     def score_prepared(self, outline: Any, pool: Arrays, query: Query) -> Scores:
         own, slates, library = query.own, query.slates, library_of(query.arms)
         slate, z, predicted = self._encoded(outline, query)
-        notes = zeros((z.shape[0], self.noted), z)
-        notes[:, REACH], notes[:, SLATE:] = outline["reach"], slate
         if not self.settings.heads:
             group_of_one, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
-            notes[:, : MEAN + 1] = predicted[:, None]
-            notes[:, DEVIATION] = library.sqrt(outline["noise_held"])
+            deviation = library.sqrt(outline["noise_held"])
+            notes = Notes.array(predicted, predicted[:, None], predicted, deviation, outline["reach"], slate)
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
             return Scores(predicted, known, notes, known, group_of_one.__getitem__, draws)
         arms = self._arms(outline, query, z)
@@ -295,7 +281,6 @@ class PosteriorLearner(Learner):
         if arms is not None:
             predictions_of_heads = predictions_of_heads + arms.effects[:, None]
             mean, variance, apart = mean + arms.effects, variance + arms.variances, arms.variances
-        notes[:, TRUNK], notes[:, PLAIN : TOGETHER + 1] = predicted, predictions_of_heads[:, :-1]
         if self.settings.memory:
             known = h[:, : 1 + self.inputs.seen]
             correction, left = memory_correction(known, slates, own, outline["gain"], self.settings.memory_radius)
@@ -303,7 +288,8 @@ class PosteriorLearner(Learner):
             mean, variance = mean + cast(correction, h), variance + remembered
             apart = remembered if apart is None else apart + remembered
         sigma = library.sqrt(variance)
-        notes[:, MEAN], notes[:, DEVIATION] = mean, library.sqrt(variance + outline["noise_held"])
+        deviation = library.sqrt(variance + outline["noise_held"])
+        notes = Notes.array(predicted, predictions_of_heads[:, :-1], mean, deviation, outline["reach"], slate)
         draws = None
         if query.draws is not None:
             draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
@@ -379,7 +365,7 @@ class PosteriorLearner(Learner):
         samples = Samples.of(batches, derived)
         derived |= calibration_state(samples, derived["since"])
         if refit:
-            derived |= self._with_inputs(derived, self.inputs.derive(derived, samples, self.slate_notes(samples.notes)))
+            derived |= self._with_inputs(derived, self.inputs.derive(derived, samples, samples.notes.slate))
         weights = torch.cat([batch.weight for batch in batches]).to(torch.float64)  # [U]
         if self.settings.arms and self.settings.heads:  # without heads, the trunk explains arms too
             derived |= self._derived_arms(derived, batches, weights, total_events, refit=refit)
@@ -438,8 +424,9 @@ class PosteriorLearner(Learner):
         """The arms' posteriors, and the prior that fits them."""
         samples = []
         for batch in batches:
-            z = self.inputs.standardized(derived, batch.features, self.slate_notes(batch.phi))
-            h = self.inputs.head_inputs(derived, z, batch.phi[..., TRUNK])[..., :-FACTORS]
+            notes = Notes(batch.phi)
+            z = self.inputs.standardized(derived, batch.features, notes.slate)
+            h = self.inputs.head_inputs(derived, z, notes.trunk)[..., :-FACTORS]
             recent = recency_weight(batch.epochs >= derived["since"], batch.rewards) * batch.valid
             samples.append(
                 ArmSamples(
@@ -468,8 +455,7 @@ class PosteriorLearner(Learner):
         shares = torch.rand(steps, self.settings.replayed, generator=generator, dtype=torch.float64)
         drawn = samples.rows_at(shares.to(samples.weights.device))  # [steps, replayed]
         for rows in drawn:
-            notes = samples.notes[rows]
-            z = self.inputs.standardized(shared, samples.features[rows], self.slate_notes(notes))
+            z = self.inputs.standardized(shared, samples.features[rows], samples.notes.slate[rows])
             x = self.inputs.codes(shared, z)
             gradient = self.trunk.gradient(state.parameters, x, samples.rewards[rows])
             state = state.after(gradient, self.settings.trunk_rate, self.settings.trunk_decay)

@@ -16,6 +16,7 @@ from metaban.models.default.arms import FACTORS
 from metaban.models.default.common_part import slate_summary
 from metaban.models.default.contributions import through_layers
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.notes import Notes
 from metaban.models.default.scoring import trunk_prediction
 from metaban.models.default.trunk import Trunk
 from metaban.models.explaining import Agreement, Contributions
@@ -381,7 +382,7 @@ def catalogue_request(
         noise = 0.3 * torch.randn(samples, generator=generator, dtype=torch.float64)
         person.rewards = earned * torch.where(places == 0, 1.0, 0.5) + noise
         if learner.inputs.removes_common:
-            learner.slate_notes(person.phi)[:, 1:] = person.features
+            Notes(person.phi).slate[:, 1:] = person.features
         people.append(person)
         shown.append(arms)
     chosen = torch.stack(shown)

@@ -11,6 +11,7 @@ import torch
 
 from metaban.models.default.arms import ArmEffects
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.notes import Notes
 from metaban.models.learner import Query
 from metaban.models.numerics.arrays import as_arrays
 from metaban.models.numerics.slates import Slates
@@ -44,7 +45,7 @@ def dense_covariances(learner: PosteriorLearner, scene: Scene) -> list[np.ndarra
     scores = learner.score(scene.shared, fitted(learner, scene.shared, scene.pool), query)
     for row, size in enumerate(query.slates.sizes):
         part = slice(start, start + size)
-        z = learner.inputs.standardized(outline, query.arms[part], learner.slate_notes(scores.phi[part]))
+        z = learner.inputs.standardized(outline, query.arms[part], Notes(scores.phi[part]).slate)
         _, _, factors = ArmEffects.stored(scene.shared).of(query.arm_keys[part])
         h = learner.inputs.head_inputs(outline, z, scores.phi[part, 0], factors).double().numpy()
         covariance = own["covariance"][row].double().numpy()

@@ -10,7 +10,8 @@ import torch
 
 from metaban.models.default.calibration import BINS, COLUMNS, NEWEST, NORMAL_REACH, ReliabilityTable, calibration_state
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import DEVIATION, MEAN, REACH, SLATE, Samples
+from metaban.models.default.notes import Notes
+from metaban.models.default.samples import Samples
 from tests.models.default_worlds import batch_of, generator_of, kinds, small
 
 NOW = torch.zeros((), dtype=torch.float64)
@@ -25,8 +26,8 @@ def samples(
     epochs: np.ndarray | None = None,
 ) -> Samples:
     """Samples with these noted predictions."""
-    notes = torch.zeros(len(mean), SLATE, dtype=torch.float64)
-    notes[:, MEAN], notes[:, DEVIATION], notes[:, REACH] = (
+    notes = Notes(torch.zeros(len(mean), Notes.COUNT, dtype=torch.float64))
+    notes.mean[:], notes.deviation[:], notes.reach[:] = (
         torch.from_numpy(mean),
         deviation,
         reach / deviation if deviation else 0.0,
@@ -130,19 +131,20 @@ def test_an_epoch_holds_the_calibration() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
     people = kinds(learner, 8, 30, generator_of(5))
     for person in people:
-        person.phi[:, DEVIATION], person.phi[:, REACH] = 0.4, 0.7
+        Notes(person.phi).deviation[:], Notes(person.phi).reach[:] = 0.4, 0.7
     shared = learner.initial_shared()
     assert ReliabilityTable.of({name: value.numpy() for name, value in shared.items()}) is None
     derived = learner.derive(shared, [batch_of(people, padding=2)], 0, 256)
     found = ReliabilityTable.of({name: value.numpy() for name, value in derived.items()})
     assert found is not None
     assert found.count == 240, "padding is not counted"
-    predicted = torch.cat([person.phi[:, MEAN] for person in people])
+    predicted = torch.cat([Notes(person.phi).mean for person in people])
     assert found.table[:, 1].sum() == pytest.approx(float(predicted.sum()))
     assert derived["reach"] != NORMAL_REACH
     # A change in other users' notes does not affect the means.
     changed = batch_of(people, padding=2)
-    changed.phi[..., MEAN : REACH + 1] = 0.3
+    for column in (Notes(changed.phi).mean, Notes(changed.phi).deviation, Notes(changed.phi).reach):
+        column[:] = 0.3
     again = learner.derive(shared, [changed], 0, 256)
     for name in derived:
         assert torch.equal(derived[name], again[name]) == (name not in ("reach", "reliability")), name

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from metaban.models.default.evidence import group_guard, measured_trust
 from metaban.models.default.places import PLACES
-from metaban.models.default.samples import (
-    STALE_WEIGHT,
-    Samples,
-    first_place_rewards,
-    sample_weights,
-)
+from metaban.models.default.samples import STALE_WEIGHT, Samples, first_place_rewards, sample_weights
 from metaban.models.learner import State, UserBatch
 from tests.models.worlds import assert_close
 
@@ -67,7 +62,7 @@ def test_samples_of_all_batches_stay_together() -> None:
     assert int(real.sum()) == 7
     assert samples.features[real].flatten().tolist() == [0, 1, 4, 5, 6, 7, 0]
     torch.testing.assert_close(samples.rewards[real], samples.features[real].flatten() / 10)
-    torch.testing.assert_close(samples.notes[real][:, 0], samples.features[real].flatten())
+    torch.testing.assert_close(samples.notes.trunk[real], samples.features[real].flatten())
     assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
 
 
