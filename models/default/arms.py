@@ -82,18 +82,18 @@ class ArmEffects:
     @classmethod
     def initial(cls, noise: Tensor, wide: int) -> Self:
         """Before any event: one unused row, all places alike, no coefficients of W wide inputs."""
-        nothing = torch.zeros(1, dtype=torch.float64)
+        nothing = noise.new_zeros(1)
         factors = nothing.expand(1, FACTORS).clone()
         spread = FIRST_EFFECT * noise
-        coefficients = torch.zeros(wide, dtype=torch.float64)
+        coefficients = noise.new_zeros(wide)
         return cls(
-            keys=torch.full((1,), UNUSED_KEY),
+            keys=torch.full((1,), UNUSED_KEY, device=noise.device),
             effects=nothing,
             variances=nothing + spread,
             factors=factors,
             effect_spread=spread,
             factor_spread=factors[0] + FIRST_FACTOR * noise,
-            looks=torch.ones(PLACES, dtype=torch.float64),
+            looks=noise.new_ones(PLACES),
             wide=coefficients,
             wide_spread=coefficients + FIRST_WIDE * noise,
         )

@@ -48,8 +48,8 @@ MCE_SAMPLES: Final = 50
 COLUMNS: Final = 4
 
 
-def calibration_state(samples: Samples, since: Tensor) -> dict[str, Tensor]:
-    """`reliability` [BINS, COLUMNS] of the newest samples since the last drift, and the `reach` for future intervals.
+def reliability_and_reach(samples: Samples, since: Tensor) -> tuple[Tensor, Tensor]:
+    """Reliability [BINS, COLUMNS] of the newest samples since the last drift, and the reach [] for future intervals.
 
     Samples of one epoch are equally new; ties keep the order of the samples.
     """
@@ -66,7 +66,7 @@ def calibration_state(samples: Samples, since: Tensor) -> dict[str, Tensor]:
     bins = (predicted * BINS).to(torch.int64).clamp_max(BINS - 1)  # [n]
     table = numbers.new_zeros(BINS, COLUMNS).index_add(0, bins, torch.where(real.unsqueeze(-1), numbers, 0))
     misses = torch.where(real, miss / notes.deviation, torch.inf)  # in deviations
-    return {"reliability": table, "reach": _reach(misses[:REACH_NEWEST], real[:REACH_NEWEST].sum())}
+    return table, _reach(misses[:REACH_NEWEST], real[:REACH_NEWEST].sum())
 
 
 def _reach(misses: Tensor, count: Tensor) -> Tensor:

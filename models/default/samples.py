@@ -11,8 +11,9 @@ from torch import Tensor
 
 from metaban.models.default.notes import Notes
 from metaban.models.default.places import looks_at
-from metaban.models.learner import State, UserBatch
-from metaban.models.numerics.arrays import Array, Arrays, cast
+from metaban.models.default.shared_state import SharedState
+from metaban.models.learner import UserBatch
+from metaban.models.numerics.arrays import Array, cast
 
 #: Avoids a division by 0 when all rewards are equal.
 LEAST_SPREAD: Final = torch.finfo(torch.float64).tiny
@@ -26,15 +27,15 @@ def recency_weight(current: Array, like: Array) -> Array:
     return STALE_WEIGHT + (1 - STALE_WEIGHT) * cast(current, like)
 
 
-def sample_weights(batch: UserBatch, shared: Arrays) -> Array:
+def sample_weights(batch: UserBatch, shared: SharedState) -> Array:
     """Weight of each sample [B, S]: 0 for padding, STALE_WEIGHT before the last drift, e_k² for its place (arms.py)."""
-    looks = cast(looks_at(shared["arm_looks"], batch.places), batch.rewards)
-    return recency_weight(batch.epochs >= shared["since"], batch.rewards) * batch.valid * looks * looks
+    looks = cast(looks_at(shared.arms.looks, batch.places), batch.rewards)
+    return recency_weight(batch.epochs >= shared.since, batch.rewards) * batch.valid * looks * looks
 
 
-def first_place_rewards(batch: UserBatch, shared: Arrays) -> Array:
+def first_place_rewards(batch: UserBatch, shared: SharedState) -> Array:
     """Rewards as they would be at the first place [B, S]: r/e_k."""
-    rewards: Array = batch.rewards / cast(looks_at(shared["arm_looks"], batch.places), batch.rewards)
+    rewards: Array = batch.rewards / cast(looks_at(shared.arms.looks, batch.places), batch.rewards)
     return rewards
 
 
@@ -52,7 +53,7 @@ class Samples:
     looks: Tensor
 
     @classmethod
-    def of(cls, batches: Sequence[UserBatch], shared: State) -> Self:
+    def of(cls, batches: Sequence[UserBatch], shared: SharedState) -> Self:
         """The rows of all batches, padding included, with weight 0; rewards are those at the first place."""
         return cls(
             torch.cat([batch.features.flatten(0, 1) for batch in batches]),
@@ -60,7 +61,7 @@ class Samples:
             Notes(torch.cat([batch.phi.flatten(0, 1) for batch in batches])),
             torch.cat([batch.epochs.flatten() for batch in batches]),
             torch.cat([sample_weights(batch, shared).flatten() for batch in batches]),
-            torch.cat([looks_at(shared["arm_looks"], batch.places).flatten() for batch in batches]),
+            torch.cat([looks_at(shared.arms.looks, batch.places).flatten() for batch in batches]),
         )
 
     def weighted_by_user(self, batches: Sequence[UserBatch], user_weights: Tensor) -> Samples:

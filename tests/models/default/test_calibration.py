@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from metaban.models.default.calibration import BINS, COLUMNS, NEWEST, NORMAL_REACH, ReliabilityTable, calibration_state
+from metaban.models.default.calibration import (
+    BINS,
+    COLUMNS,
+    NEWEST,
+    NORMAL_REACH,
+    ReliabilityTable,
+    reliability_and_reach,
+)
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
 from metaban.models.default.samples import Samples
@@ -38,7 +45,7 @@ def samples(
 
 
 def reliability(given: Samples, since: torch.Tensor = NOW) -> ReliabilityTable | None:
-    return ReliabilityTable.of({name: value.numpy() for name, value in calibration_state(given, since).items()})
+    return ReliabilityTable.of({"reliability": reliability_and_reach(given, since)[0].numpy()})
 
 
 def residual_terms(given: Samples) -> ReliabilityTable:
@@ -107,8 +114,8 @@ class TestReliability:
 
 class TestReach:
     def test_factor_is_the_normal_one_until_there_are_enough_samples(self) -> None:
-        assert calibration_state(samples(np.full(99, 0.5), np.ones(99)), NOW)["reach"] == NORMAL_REACH
-        assert calibration_state(samples(np.full(100, 0.5), np.ones(100)), NOW)["reach"] == 1.0
+        assert reliability_and_reach(samples(np.full(99, 0.5), np.ones(99)), NOW)[1] == NORMAL_REACH
+        assert reliability_and_reach(samples(np.full(100, 0.5), np.ones(100)), NOW)[1] == 1.0
 
     @pytest.mark.parametrize("rate", [0.02, 0.3])
     def test_interval_covers_nine_of_ten_future_rewards(self, rate: float) -> None:
@@ -116,14 +123,14 @@ class TestReach:
         random = np.random.default_rng(3)
         mean = np.clip(rate + 0.1 * random.standard_normal(8_000), 0, 1)
         rewards = (random.random(8_000) < mean).astype(np.float64)
-        known = float(calibration_state(samples(mean[:4_000], rewards[:4_000]), NOW)["reach"])
+        known = float(reliability_and_reach(samples(mean[:4_000], rewards[:4_000]), NOW)[1])
         later = residual_terms(samples(mean[4_000:], rewards[4_000:], reach=0.5 * known))
         assert later.coverage == pytest.approx(0.9, abs=0.03)
 
     def test_factor_of_normal_rewards_is_near_the_normal_one(self) -> None:
         random = np.random.default_rng(4)
         rewards = 0.5 + 0.1 * random.standard_normal(9_000)
-        found = calibration_state(samples(np.full(9_000, 0.5), rewards, deviation=0.1), NOW)["reach"]
+        found = reliability_and_reach(samples(np.full(9_000, 0.5), rewards, deviation=0.1), NOW)[1]
         assert float(found) == pytest.approx(NORMAL_REACH, abs=0.05)
 
 

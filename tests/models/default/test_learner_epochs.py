@@ -12,6 +12,7 @@ from torch import Tensor
 from metaban.models.default.arms import UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
+from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import PosteriorSettings
@@ -121,7 +122,7 @@ def test_an_arm_switched_off_is_forgotten() -> None:
         for name, value in without.initial_shared().items():
             if name.startswith("arm_"):
                 assert torch.equal(derived[name], value), name
-        assert torch.equal(without.head_samples(derived, batch).targets, batch.rewards)
+        assert torch.equal(without.head_samples(SharedState.stored(derived), batch).targets, batch.rewards)
 
 
 def test_heads_use_the_predictions_noted_at_the_decision() -> None:

@@ -16,6 +16,7 @@ from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
 from metaban.models.default.pooled_head import RIDGE_CONSTANT_EVENTS, RIDGE_EVENTS, PooledHead
 from metaban.models.default.prior import Prior, Statistics
+from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import State, UserBatch
 from tests.models.default_worlds import WIDE, Scene, batch_of, fast_scores, generator_of, grouped_epoch, kinds, small
 from tests.models.worlds import assert_close
@@ -36,7 +37,9 @@ def test_it_is_a_mixed_regression_on_all_rows() -> None:
     batch = population(learner)
     shared = derived(learner, batch)
     assert learner.inputs.products
-    rows = learner.head_samples(shared, batch).inputs[..., :4]  # [12, n, 4], the constant and the inputs
+    rows = learner.head_samples(SharedState.stored(shared), batch).inputs[
+        ..., :4
+    ]  # [12, n, 4], the constant and the inputs
     level, noise = shared["prior_covariance"][0, 0], shared["noise"]
     gram = torch.tensor([RIDGE_CONSTANT_EVENTS, *[RIDGE_EVENTS] * 3], dtype=torch.float64).diag()
     moment = torch.zeros(4, dtype=torch.float64)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from metaban.models.default.evidence import group_guard, measured_trust
+from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.places import PLACES
 from metaban.models.default.samples import STALE_WEIGHT, Samples, first_place_rewards, sample_weights
-from metaban.models.learner import State, UserBatch
+from metaban.models.default.shared_state import SharedState
+from metaban.models.learner import UserBatch
+from tests.models.default_worlds import small
 from tests.models.worlds import assert_close
 
 
@@ -43,11 +46,12 @@ def since_of(epoch: float) -> Tensor:
     return torch.tensor(epoch, dtype=torch.float64)
 
 
-def shared_of(epoch: float, looks: list[float] | None = None) -> State:
+def shared_of(epoch: float, looks: list[float] | None = None) -> SharedState:
     """A state of which samples are weighted: the last change of tastes, and e_k of the first places (all 1)."""
     seen = torch.ones(PLACES, dtype=torch.float64)
     seen[: len(looks or [])] = torch.tensor(looks or [], dtype=torch.float64)
-    return {"since": since_of(epoch), "arm_looks": seen}
+    initial = SharedState.stored(PosteriorLearner(small(), 1, torch.float64).initial_shared())
+    return replace(initial, since=since_of(epoch), arms=replace(initial.arms, looks=seen))
 
 
 def test_padding_has_no_weight_and_samples_before_a_change_little() -> None:
