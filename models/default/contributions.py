@@ -32,7 +32,7 @@ def posterior_contributions(
     inputs: ArmInputs,
     shared_state: SharedState,
     trunk: ServedTrunk | None,
-    wide: Array,
+    coefficients: Array,
     own: Mapping[str, Array],
     newborn: Array,
     z: Array,
@@ -72,7 +72,7 @@ def posterior_contributions(
     if arms is not None:
         arm, taste = double(arms.effects), double(arms.factors) @ w[last + 1 :]
         if inputs.wide:
-            weights, inputs_z = double(wide), double(z)
+            weights, inputs_z = double(coefficients), double(z)
             shared = shared + inputs.wide_inputs(basis, inputs_z) @ weights
             gradient = gradient + inputs.wide_gradient(basis, inputs_z, weights)
     if settings.heads and settings.memory:

@@ -25,11 +25,12 @@ from metaban.models.default.arms import (
     FACTORS,
     FACTORS_FROM_EVENTS,
     FIRST_WIDE,
-    ArmEffects,
     ArmLookup,
     ArmSamples,
     HeadSamples,
-    derive_arms,
+    SharedEffects,
+    SharedTerms,
+    derive_effects,
     with_tastes,
 )
 from metaban.models.default.calibration import BINS, COLUMNS, NORMAL_REACH, reliability_and_reach
@@ -110,7 +111,7 @@ class PosteriorLearner(Learner):
             trunk=TrunkState.fresh(self.trunk.initial(generator, self.dtype)),
             prior=with_tastes(Prior.initial(self.head_size)),
             pooled=PooledHead.initial(self.head_size),
-            arms=self._no_arms(nothing.device),
+            effects=self._no_effects(nothing.device),
             groups=GroupState.none(self.head_size, self.settings.group_spread),
             gain=torch.tensor(FIRST_GAIN, dtype=torch.float64),
             epoch=nothing,
@@ -120,19 +121,18 @@ class PosteriorLearner(Learner):
             basis=self.inputs.initial(generator),
         ).state()
 
-    def _no_arms(self, device: torch.device) -> ArmEffects:
-        """The arms before any event."""
-        return ArmEffects.initial(Prior.initial(self.head_size).noise.to(device), self.inputs.wide)
+    def _no_effects(self, device: torch.device) -> SharedEffects:
+        """The effects before any event."""
+        return SharedEffects.initial(Prior.initial(self.head_size).noise.to(device), self.inputs.wide)
 
     def _with_inputs(self, shared: SharedState, basis: State) -> SharedState:
         """New parameters of inputs, and the shared coefficients of those of their terms that are not new."""
         if not self.inputs.wide:
             return replace(shared, basis=shared.basis | basis)
-        arms, same = shared.arms, self.inputs.same_terms(shared.basis, basis).to(torch.float64)  # [W, W]
-        spread = torch.where(same.any(-1), same @ arms.wide_spread, FIRST_WIDE * shared.prior.noise)
-        return replace(
-            shared, basis=shared.basis | basis, arms=replace(arms, wide=same @ arms.wide, wide_spread=spread)
-        )
+        before, same = shared.effects.terms, self.inputs.same_terms(shared.basis, basis).to(torch.float64)  # [W, W]
+        spread = torch.where(same.any(-1), same @ before.spread, FIRST_WIDE * shared.prior.noise)
+        terms = SharedTerms(same @ before.coefficients, spread)
+        return replace(shared, basis=shared.basis | basis, effects=replace(shared.effects, terms=terms))
 
     def with_epoch_number(self, shared: State, number: int) -> State:
         # Samples carry the epoch of their decision, and drift is measured by epochs.
@@ -159,11 +159,11 @@ class PosteriorLearner(Learner):
         """A batch's samples as users' heads learn from them."""
         notes = Notes(batch.phi)
         z = self.inputs.standardized(shared.basis, batch.features, notes.slate)
-        effects, _, factors = shared.arms.of(batch.arm_keys)
+        effects, _, factors = shared.effects.arms.of(batch.arm_keys)
         if self.inputs.wide:
-            effects = effects + double(self.inputs.wide_inputs(shared.basis, z)) @ shared.arms.wide
+            effects = effects + double(self.inputs.wide_inputs(shared.basis, z)) @ shared.effects.terms.coefficients
         h = self.inputs.head_inputs(shared.basis, z, notes.trunk, cast(factors, z))
-        looks = cast(looks_at(shared.arms.looks, batch.places), z)
+        looks = cast(looks_at(shared.effects.looks, batch.places), z)
         recent = recency_weight(batch.epochs >= shared.since, batch.rewards) * batch.valid
         return HeadSamples(h, batch.rewards / looks - cast(effects, z), looks, recent)
 
@@ -205,8 +205,8 @@ class PosteriorLearner(Learner):
             shared=arrays,
             trunk=trunk.packed() if trunk and as_numpy else trunk,
             groups=self._used(arrays.groups),
-            arms=ArmLookup.of(arrays.arms, like),
-            wide=cast(arrays.arms.wide, like),
+            arms=ArmLookup.of(arrays.effects.arms, like),
+            coefficients=cast(arrays.effects.terms.coefficients, like),
             noise=cast(arrays.prior.noise, like),
         )
 
@@ -236,9 +236,9 @@ class PosteriorLearner(Learner):
             shared = self._with_inputs(shared, self.inputs.derive(shared.basis, samples, samples.notes.slate))
         weights = torch.cat([batch.weight for batch in batches]).to(torch.float64)  # [U]
         if self.settings.arms and self.settings.heads:  # without heads, the trunk explains arms too
-            shared = self._derived_arms(shared, batches, weights, total_events, refit=refit)
+            shared = self._with_effects(shared, batches, weights, total_events, refit=refit)
         else:  # what was learned before this part was switched off must not stay
-            shared = replace(shared, arms=self._no_arms(shared.prior.noise.device))
+            shared = replace(shared, effects=self._no_effects(shared.prior.noise.device))
         samples = Samples.of(batches, shared)
         heads = [self.head_samples(shared, batch) for batch in batches]
         users = Statistics.joined([head.statistics() for head in heads])
@@ -290,10 +290,10 @@ class PosteriorLearner(Learner):
             since=torch.where(changed, shared.epoch + 1, shared.since),
         )
 
-    def _derived_arms(
+    def _with_effects(
         self, shared: SharedState, batches: Sequence[UserBatch], weights: Tensor, total_events: int, *, refit: bool
     ) -> SharedState:
-        """With the arms' posteriors, and the prior that fits them."""
+        """With new effects, and the prior that fits them."""
         samples = []
         for batch in batches:
             notes = Notes(batch.phi)
@@ -310,15 +310,15 @@ class PosteriorLearner(Learner):
                     batch.places,
                 )
             )
-        prior, arms = derive_arms(
+        prior, effects = derive_effects(
             shared.prior,
-            shared.arms,
+            shared.effects,
             samples,
             weights,
             seek=refit and total_events >= FACTORS_FROM_EVENTS,
             generator=torch.Generator().manual_seed(self.settings.seed % SEEDS),
         )
-        return replace(shared, prior=prior, arms=arms)
+        return replace(shared, prior=prior, effects=effects)
 
     def _trained_trunk(self, shared: SharedState, samples: Samples, steps: int, total_events: int) -> TrunkState:
         """The trunk after so many steps on replayed samples."""

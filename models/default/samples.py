@@ -29,13 +29,13 @@ def recency_weight(current: Array, like: Array) -> Array:
 
 def sample_weights(batch: UserBatch, shared: SharedState) -> Array:
     """Weight of each sample [B, S]: 0 for padding, STALE_WEIGHT before the last drift, e_k² for its place (arms.py)."""
-    looks = cast(looks_at(shared.arms.looks, batch.places), batch.rewards)
+    looks = cast(looks_at(shared.effects.looks, batch.places), batch.rewards)
     return recency_weight(batch.epochs >= shared.since, batch.rewards) * batch.valid * looks * looks
 
 
 def first_place_rewards(batch: UserBatch, shared: SharedState) -> Array:
     """Rewards as they would be at the first place [B, S]: r/e_k."""
-    rewards: Array = batch.rewards / cast(looks_at(shared.arms.looks, batch.places), batch.rewards)
+    rewards: Array = batch.rewards / cast(looks_at(shared.effects.looks, batch.places), batch.rewards)
     return rewards
 
 
@@ -61,7 +61,7 @@ class Samples:
             Notes(torch.cat([batch.phi.flatten(0, 1) for batch in batches])),
             torch.cat([batch.epochs.flatten() for batch in batches]),
             torch.cat([sample_weights(batch, shared).flatten() for batch in batches]),
-            torch.cat([looks_at(shared.arms.looks, batch.places).flatten() for batch in batches]),
+            torch.cat([looks_at(shared.effects.looks, batch.places).flatten() for batch in batches]),
         )
 
     def weighted_by_user(self, batches: Sequence[UserBatch], user_weights: Tensor) -> Samples:

@@ -47,7 +47,7 @@ class PosteriorEpoch(ServedEpoch):
     trunk: ServedTrunk | None  # None on inputs without a trunk
     groups: Groups | None  # None if there are none, or they are switched off
     arms: ArmLookup
-    wide: Array  # β [W] in the learner's dtype
+    coefficients: Array  # β [W] of shared terms in the learner's dtype
     noise: Array  # σ² [] in the learner's dtype
 
     def prepare_users(self, own: Arrays) -> Arrays:
@@ -122,7 +122,7 @@ class PosteriorEpoch(ServedEpoch):
             return None
         arms = self.arms.look_up(zeros((z.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys)
         if self.inputs.wide:
-            arms.effects = arms.effects + self.inputs.wide_inputs(self.shared.basis, z) @ self.wide
+            arms.effects = arms.effects + self.inputs.wide_inputs(self.shared.basis, z) @ self.coefficients
         return arms
 
     def agreement(self, pool: Arrays, query: Query, rows: Array) -> Agreement:
@@ -150,10 +150,9 @@ class PosteriorEpoch(ServedEpoch):
         if self.settings.heads and self.settings.arms:
             keys = zeros(rows.shape, query.own_row) if query.arm_keys is None else query.arm_keys[rows]
             arms = self.arms.look_up(keys)
-        trunk, wide = self.trunk, self.wide
         return posterior_contributions(
-            self.settings, self.inputs, self.shared, trunk, wide, query.own, newborn, z, arms
+            self.settings, self.inputs, self.shared, self.trunk, self.coefficients, query.own, newborn, z, arms
         )
 
     def looks(self, places: Array) -> Array:
-        return looks_at(self.shared.arms.looks, places)
+        return looks_at(self.shared.effects.looks, places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Self, final
 
-from metaban.models.default.arms import ArmEffects
+from metaban.models.default.arms import SharedEffects
 from metaban.models.default.groups import GroupState
 from metaban.models.default.pooled_head import PooledHead
 from metaban.models.default.prior import Prior, prior_from_state, prior_state
@@ -27,7 +27,7 @@ class SharedState:
     trunk: TrunkState
     prior: Prior
     pooled: PooledHead
-    arms: ArmEffects
+    effects: SharedEffects
     groups: GroupState
     gain: Array  # [] of the memory
     epoch: Array  # [] number of the epoch
@@ -43,7 +43,7 @@ class SharedState:
             trunk=TrunkState.stored(shared),
             prior=prior_from_state(shared),
             pooled=PooledHead.stored(shared),
-            arms=ArmEffects.stored(shared),
+            effects=SharedEffects.stored(shared),
             groups=GroupState.stored(shared),
             gain=shared["gain"],
             epoch=shared["epoch"],
@@ -59,7 +59,7 @@ class SharedState:
             **self.trunk.state(),
             **prior_state(self.prior),
             **self.pooled.state(),
-            **self.arms.state(),
+            **self.effects.state(),
             **self.groups.state(),
             "gain": self.gain,
             "epoch": self.epoch,

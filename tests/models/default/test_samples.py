@@ -51,7 +51,7 @@ def shared_of(epoch: float, looks: list[float] | None = None) -> SharedState:
     seen = torch.ones(PLACES, dtype=torch.float64)
     seen[: len(looks or [])] = torch.tensor(looks or [], dtype=torch.float64)
     initial = SharedState.stored(PosteriorLearner(small(), 1, torch.float64).initial_shared())
-    return replace(initial, since=since_of(epoch), arms=replace(initial.arms, looks=seen))
+    return replace(initial, since=since_of(epoch), effects=replace(initial.effects, looks=seen))
 
 
 def test_padding_has_no_weight_and_samples_before_a_change_little() -> None:
