@@ -49,13 +49,13 @@ def posterior_contributions(
         predicted = zeros((z.shape[0],), z) if trunk is None else trunk.predict(z)
         return double(inputs.head_inputs(basis, z, predicted)[:, : last + 1])  # [n, D − r]
 
-    w = start = double(zeros((inputs.head_size,), z))
     if settings.heads:
-        w, start = double(own["heads"][0, :, -1]), double(newborn)
+        w, w0 = double(own["heads"][0, :, -1]), double(newborn)
     else:  # the trunk alone
+        w = w0 = double(zeros((inputs.head_size,), z))
         w[last] = 1
     h = head_inputs(z)
-    first = h @ start[: last + 1]
+    first = h @ w0[: last + 1]
     x, known = h[:, 1 : 1 + inputs.seen], h[:, : 1 + inputs.seen]
     by_head = zeros(x.shape, x) + w[1 : 1 + inputs.seen]
     if inputs.products:

@@ -5,7 +5,7 @@
     user learner  exact posterior over w_u on h = [1, x, x⊗x, p(x), q_i], and a memory of its arms   prior.py, memory.py
     groups        a mixture over users' heads                                                        groups.py
     adaptation    the user's prior is a mixture of the groups they may belong to                     scoring.py
-    score         mean + α·σ, both of the posterior                                                 served_epoch.py
+    score         mean + α·σ, both of the posterior                                                  served_epoch.py
 
 A head's input p(x) is the value noted at decision time: a trunk trained on the reward since would leak the label. For
 the same reason groups and the pooled head are evaluated by the predictions noted at decision time: the guard λ weighs
