@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Query:
 
     arms: Array  # [N, d] raw inputs
     slates: Slates  # the number of arms of each request
-    own: Mapping[str, Array]  # each [R, …]: states, or the result of `Learner.prepare_users`
+    own: Mapping[str, Array]  # each [R, …]: states, or the result of `ServedEpoch.prepare_users`
     own_row: Array  # [R] int64: the requesting user's row in the pool, −1 for none
     own_events: Array  # [R] int64
     draws: Draws | None = None  # posterior draws of each arm, if requested
@@ -112,6 +112,43 @@ def newest(valid: Array, keep: int) -> tuple[Array, Array]:
     return index, place < kept[:, None]
 
 
+class ServedEpoch(ABC):
+    """An epoch as requests are scored under it."""
+
+    def prepare_users(self, own: Arrays) -> Arrays:
+        """The part of users' states [R, …] that scoring needs; valid until the state or the epoch changes.
+
+        Work that does not depend on arms belongs here: the service keeps the result, a brief, between requests.
+        """
+        return own
+
+    def prepare_draws(self, brief: Arrays) -> Arrays:
+        """A brief extended by what posterior draws need; computed on demand and kept with the brief."""
+        return brief
+
+    @abstractmethod
+    def score(self, pool: Arrays, query: Query) -> Scores:
+        """Score the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
+
+    @abstractmethod
+    def agreement(self, pool: Arrays, query: Query, rows: Array) -> Agreement:
+        """The groups of some arms (Eq. 4): rows [n] int64 of a query of one request with briefs.
+
+        The groups are those whose sizes `score` reports for the same query.
+        """
+
+    @abstractmethod
+    def contributions(self, pool: Arrays, query: Query, rows: Array, agreement: Agreement) -> Contributions:
+        """Blocks and columns of the arms' means, with the user, the group and the other arms fixed."""
+
+    def looks(self, places: Array) -> Array:
+        """How often places [n] int64, from 0, are looked at, relative to the first: float64 [n].
+
+        Times the mean it is the expected reward at a place; 1 for a learner that does not distinguish places.
+        """
+        return double(places * 0) + 1
+
+
 class Learner(ABC):
     """A learner for one namespace: a fixed number of inputs, fixed settings."""
 
@@ -129,7 +166,7 @@ class Learner(ABC):
     noted: int = 0
     #: Numbers of a warm start, the last of them its trust; 0 for a learner without warm starts.
     start_size: int = 0
-    #: Whether `fit`, `prepare_users` and `score_prepared` accept numpy arrays as well as tensors.
+    #: Whether `fit` and epochs accept numpy arrays as well as tensors.
     supports_numpy: bool = False
     #: Whether `fit` needs the users' previous states.
     continues: bool = False
@@ -167,51 +204,15 @@ class Learner(ABC):
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         """The users' states after the batch's samples; every tensor has the batch dimension B."""
 
-    def prepare_epoch(self, shared: State, *, as_numpy: bool = False) -> Any:
-        """The part of the shared state that scoring needs; `as_numpy` requires `supports_numpy`."""
-        return shared
-
-    def prepare_users(self, outline: Any, own: Arrays) -> Arrays:
-        """The part of users' states [R, …] that scoring needs; valid until the state or the epoch changes.
-
-        Work that does not depend on arms belongs here: the service keeps the result between requests.
-        """
-        return own
-
-    def prepare_draws(self, brief: Arrays) -> Arrays:
-        """A brief extended by what posterior draws need; computed on demand and kept with the brief."""
-        return brief
-
     @abstractmethod
-    def score_prepared(self, outline: Any, pool: Arrays, query: Query) -> Scores:
-        """Score the arms of a query whose `own` are briefs; the pool holds each field as [P, …]."""
+    def prepare_epoch(self, shared: State, *, as_numpy: bool = False) -> ServedEpoch:
+        """The epoch of a shared state, to score requests; `as_numpy` requires `supports_numpy`."""
 
     def score(self, shared: State, pool: State, query: Query) -> Scores:
         """Score the arms of a query whose `own` are users' states."""
-        outline = self.prepare_epoch(shared)
-        brief = self.prepare_users(outline, dict(query.own))
-        own = brief if query.draws is None else self.prepare_draws(brief)
-        return self.score_prepared(outline, pool, replace(query, own=own))
-
-    @abstractmethod
-    def agreement(self, outline: Any, pool: Arrays, query: Query, rows: Array) -> Agreement:
-        """The groups of some arms (Eq. 4): rows [n] int64 of a query of one request with briefs.
-
-        The groups are those whose sizes `score_prepared` reports for the same query.
-        """
-
-    @abstractmethod
-    def contributions(
-        self, outline: Any, pool: Arrays, query: Query, rows: Array, agreement: Agreement
-    ) -> Contributions:
-        """Blocks and columns of the arms' means, with the user, the group and the other arms fixed."""
-
-    def looks(self, outline: Any, places: Array) -> Array:
-        """How often places [n] int64, from 0, are looked at, relative to the first: float64 [n].
-
-        Times the mean it is the expected reward at a place; 1 for a learner that does not distinguish places.
-        """
-        return double(places * 0) + 1
+        epoch = self.prepare_epoch(shared)
+        brief = epoch.prepare_users(dict(query.own))
+        return epoch.score(pool, replace(query, own=brief if query.draws is None else epoch.prepare_draws(brief)))
 
     @abstractmethod
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:

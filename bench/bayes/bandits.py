@@ -24,7 +24,7 @@ from metaban.bench.regret.methods import layout_of, shipped_settings
 from metaban.bench.worlds.data import DataMissing
 from metaban.bench.worlds.environments import build_environment
 from metaban.models.default.calibration import BINS, HELD, NORMAL_REACH
-from metaban.models.default.samples import DEVIATION, MEAN, REACH
+from metaban.models.default.notes import Notes
 from metaban.models.policies import Policy, build_policy
 from metaban.models.settings import named_settings
 
@@ -149,7 +149,8 @@ def play(trial: PolicyTrial) -> PolicyRecord:
         context = None if asked.context is None else asked.context.tolist()
         choice = loop.choose(asked.user_id, asked.arms.tolist(), str(number), context)
         regret[number], reward[number] = asked.regret(choice.arm), world.reward(asked, choice.arm)
-        notes[number] = choice.phi[[MEAN, DEVIATION, REACH]]
+        noted = Notes(choice.phi)
+        notes[number] = noted.mean, noted.deviation, noted.reach
         order = np.argsort(-policy.latest, kind="stable")
         places[number] = int(np.flatnonzero(order == choice.arm)[0])
         mislogged += choice.propensity != policy.latest[choice.arm]

@@ -29,7 +29,7 @@ from metaban.bench.core.report import Bar
 from metaban.bench.worlds.environments import SyntheticGroups
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Groups, Prior, prior_from_state
-from metaban.models.default.samples import ALONE, PLAIN
+from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.arrays import as_arrays
 from metaban.models.numerics.hardware import one_thread
@@ -156,7 +156,7 @@ def analytic_groups(prior: Prior, groups: Groups, h: Tensor, rewards: Tensor, we
 def _posteriors(world: PlayedWorld) -> dict[str, float]:
     """Differences of every user's fitted and served posterior from the analytic one."""
     learner, shared, batch = world.learner, world.shared, world.batch
-    samples = learner.head_samples(shared, batch)
+    samples = learner.head_samples(SharedState.stored(shared), batch)
     # In this world every arm is at the first place. h is [U, S, D].
     h, rewards, weights = samples.inputs.double(), samples.targets.double(), samples.weights.double()
     prior, guard = prior_from_state(shared), shared["guard"]
@@ -168,14 +168,14 @@ def _posteriors(world: PlayedWorld) -> dict[str, float]:
         together, joint = analytic_groups(prior, groups, h, rewards, weights)
         head, spread = alone + guard * (together - alone), apart + guard * (joint - apart)
     fitted = as_arrays({name: torch.as_tensor(value) for name, value in learner.fit(shared, batch, {}).items()})
-    brief = learner.prepare_users(learner.prepare_epoch(shared, as_numpy=True), fitted)
+    brief = learner.prepare_epoch(shared, as_numpy=True).prepare_users(fitted)
     return {
         "groups": float(kept.sum()),
         "guard": float(guard),
         "largest head": float(head.abs().max()),
         "fitted head": _apart(fitted["head"], head),
         "served head": _apart(brief["heads"][..., -1], head),
-        "served head, without groups": _apart(brief["heads"][..., ALONE - PLAIN], alone),
+        "served head, without groups": _apart(brief["heads"][..., 1], alone),  # after the pooled head
         "served covariance": _apart(brief["covariance"], spread),
     }
 
@@ -193,7 +193,7 @@ def _drift(world: PlayedWorld, events: int, seed: int) -> dict[str, float]:
     trainer, samples = Trainer(learner, torch.device("cpu")), _stream(world, events, seed)
     ends = sorted({round(events * (place + 1) / CHECKPOINTS) for place in range(CHECKPOINTS)})
     whole = trainer.batch([FitInput("u", events, samples, None)])
-    h = learner.head_samples(world.shared, whole).inputs[0].double()  # [S, D]
+    h = learner.head_samples(SharedState.stored(world.shared), whole).inputs[0].double()  # [S, D]
     rewards, prior = whole.rewards[0].double(), prior_from_state(world.shared)
     found: dict[str, float] = {}
     for name, kept in (("all kept", events), (f"{KEPT} kept", KEPT)):

@@ -63,10 +63,9 @@ RIDGE_CONSTANT_EVENTS: Final = 0.01
 @final
 @dataclass(frozen=True, slots=True)
 class ArmEffects:
-    """Posteriors of arms, sorted by key [A] int64, e_k, and coefficients of wide inputs; float64.
+    """Posteriors of arms, sorted by key [A] int64; float64.
 
-    Effects b [A] with variances [A], factors q [A, r], the spreads v_b [], v_q [r] and v_β [W], looks e [PLACES] and
-    β [W].
+    Effects b [A] with variances [A], factors q [A, r], and the spreads v_b [] and v_q [r].
     """
 
     keys: Array
@@ -75,27 +74,20 @@ class ArmEffects:
     factors: Array
     effect_spread: Array
     factor_spread: Array
-    looks: Array
-    wide: Array
-    wide_spread: Array
 
     @classmethod
-    def initial(cls, noise: Tensor, wide: int) -> Self:
-        """Before any event: one unused row, all places alike, no coefficients of W wide inputs."""
-        nothing = torch.zeros(1, dtype=torch.float64)
+    def initial(cls, noise: Tensor) -> Self:
+        """Before any event: one unused row."""
+        nothing = noise.new_zeros(1)
         factors = nothing.expand(1, FACTORS).clone()
         spread = FIRST_EFFECT * noise
-        coefficients = torch.zeros(wide, dtype=torch.float64)
         return cls(
-            keys=torch.full((1,), UNUSED_KEY),
+            keys=torch.full((1,), UNUSED_KEY, device=noise.device),
             effects=nothing,
             variances=nothing + spread,
             factors=factors,
             effect_spread=spread,
             factor_spread=factors[0] + FIRST_FACTOR * noise,
-            looks=torch.ones(PLACES, dtype=torch.float64),
-            wide=coefficients,
-            wide_spread=coefficients + FIRST_WIDE * noise,
         )
 
     @classmethod
@@ -115,6 +107,47 @@ class ArmEffects:
         effects = library.where(known, self.effects[rows], 0.0)
         variances = library.where(known, self.variances[rows], self.effect_spread * (keys != NO_ARM_KEY))
         return effects, variances, library.where(known[..., None], self.factors[rows], 0.0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SharedTerms:
+    """Coefficients β [W] of the terms that all users share, and the spread v_β [W] of each; float64."""
+
+    coefficients: Array
+    spread: Array
+
+    @classmethod
+    def initial(cls, noise: Tensor, count: int) -> Self:
+        """Before any event."""
+        nothing = noise.new_zeros(count)
+        return cls(nothing, nothing + FIRST_WIDE * noise)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SharedEffects:
+    """What rewards consist of beside users' heads: arms' effects, shared terms, and looks e [PLACES] in float64."""
+
+    arms: ArmEffects
+    terms: SharedTerms
+    looks: Array
+
+    @classmethod
+    def initial(cls, noise: Tensor, terms: int) -> Self:
+        """Before any event: all places alike."""
+        return cls(ArmEffects.initial(noise), SharedTerms.initial(noise, terms), noise.new_ones(PLACES))
+
+    @classmethod
+    def stored(cls, shared: Mapping[str, Array]) -> Self:
+        """From an epoch's shared state."""
+        terms = SharedTerms(shared["arm_wide"], shared["arm_wide_spread"])
+        return cls(ArmEffects.stored(shared), terms, shared["arm_looks"])
+
+    def state(self) -> dict[str, Array]:
+        """The shared state of all three."""
+        terms = {"arm_wide": self.terms.coefficients, "arm_wide_spread": self.terms.spread}
+        return {**self.arms.state(), "arm_looks": self.looks, **terms}
 
 
 @final
@@ -223,57 +256,60 @@ class ArmPosteriors:
             self._rows.append(torch.where(keys[rows] == batch.keys, rows, self._count))
         self._used = keys != UNUSED_KEY
 
-    def start(self, before: ArmEffects) -> ArmEffects:
+    def start(self, before: SharedEffects) -> SharedEffects:
         """The arms of this table with what is known of them."""
-        effects, variances, factors = before.of(self._keys)
-        return replace(before, keys=self._keys, effects=effects, variances=variances, factors=factors)
+        effects, variances, factors = before.arms.of(self._keys)
+        arms = replace(before.arms, keys=self._keys, effects=effects, variances=variances, factors=factors)
+        return replace(before, arms=arms)
 
-    def statistics(self, arms: ArmEffects) -> Statistics:
-        """Statistics of all users' heads, given the arms."""
+    def statistics(self, effects: SharedEffects) -> Statistics:
+        """Statistics of all users' heads, given the effects."""
         return Statistics.joined(
             [
-                self._head_samples(arms, batch, rows).statistics()
+                self._head_samples(effects, batch, rows).statistics()
                 for batch, rows in zip(self._batches, self._rows, strict=True)
             ]
         )
 
-    def _head_samples(self, arms: ArmEffects, batch: ArmSamples, rows: Tensor) -> HeadSamples:
-        looks = looks_at(arms.looks, batch.places)
-        h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-        rest = _padded(arms.effects)[rows] + double(batch.wide) @ arms.wide
+    def _head_samples(self, effects: SharedEffects, batch: ArmSamples, rows: Tensor) -> HeadSamples:
+        looks = looks_at(effects.looks, batch.places)
+        h = torch.cat([batch.inputs, _padded(effects.arms.factors)[rows]], dim=-1)
+        rest = _padded(effects.arms.effects)[rows] + double(batch.wide) @ effects.terms.coefficients
         return HeadSamples(h, batch.rewards / looks - rest, looks, batch.weights)
 
-    def _first_place(self, arms: ArmEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _first_place(self, effects: SharedEffects, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """Head inputs [B, S, D], rewards at the first place minus the arm's effect [B, S], and how often they count."""
-        samples = self._head_samples(arms, self._batches[place], self._rows[place])
+        samples = self._head_samples(effects, self._batches[place], self._rows[place])
         return samples.inputs, samples.targets, samples.weights * samples.looks.square()
 
-    def round(self, prior: Prior, arms: ArmEffects, user_weights: Tensor) -> tuple[Prior, ArmEffects]:
-        """One round of EM: users' heads given the arms; features and effects jointly; factors; places."""
-        prior = with_tastes(prior.em_step(self.statistics(arms), user_weights))
-        mean, covariance = prior.posterior(*self._moments(arms))  # [U, D], [U, D, D]
+    def round(self, prior: Prior, effects: SharedEffects, user_weights: Tensor) -> tuple[Prior, SharedEffects]:
+        """One round of EM: users' heads given the effects; features and effects jointly; factors; places."""
+        prior = with_tastes(prior.em_step(self.statistics(effects), user_weights))
+        mean, covariance = prior.posterior(*self._moments(effects))  # [U, D], [U, D, D]
         users = torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])
         spreads = torch.split(covariance, [batch.rewards.shape[0] for batch in self._batches])
-        prior, arms = self.effects_step(prior, arms, users)
-        arms = self.factors_step(prior, arms, users, spreads)
-        return prior, self.looks_step(arms, users, spreads)
+        prior, effects = self.effects_step(prior, effects, users)
+        effects = self.factors_step(prior, effects, users, spreads)
+        return prior, self.looks_step(effects, users, spreads)
 
-    def _moments(self, arms: ArmEffects) -> tuple[Tensor, Tensor]:
-        users = self.statistics(arms)
+    def _moments(self, effects: SharedEffects) -> tuple[Tensor, Tensor]:
+        users = self.statistics(effects)
         return users.gram, users.moment
 
-    def effects_step(self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor]) -> tuple[Prior, ArmEffects]:
+    def effects_step(self, prior: Prior, before: SharedEffects, users: Sequence[Tensor]) -> tuple[Prior, SharedEffects]:
         """Coefficients (μ, β) of all inputs x and the arms' effects b, jointly, given how users differ from μ.
 
         One after the other, b would take what features explain. b is eliminated: with C_i = Σw + 1/v_b and M_i = Σwx of
         arm i, (μ, β) solves (Σwxxᵀ − ΣMMᵀ/C)(μ, β) = Σwxy − ΣM(Σwy)/C.
         """
         heads_size, noise = self._batches[0].inputs.shape[-1], prior.noise
-        size = heads_size + arms.wide.shape[0]
+        arms, terms = before.arms, before.terms
+        size = heads_size + terms.spread.shape[0]
         gram, moment = prior.covariance.new_zeros(size, size), prior.mean.new_zeros(size)
         counts = prior.mean.new_zeros(self._count + 1)
         sums, crossed = counts.clone(), counts.new_zeros(self._count + 1, size)
-        nothing = replace(arms, effects=0 * arms.effects, wide=0 * arms.wide)
+        no_terms = replace(terms, coefficients=0 * terms.coefficients)
+        nothing = replace(before, arms=replace(arms, effects=0 * arms.effects), terms=no_terms)
         for place, (batch, rows, heads) in enumerate(zip(self._batches, self._rows, users, strict=True)):
             h, targets, weights = self._first_place(nothing, place)
             away = heads - prior.mean  # [B, D]
@@ -285,7 +321,7 @@ class ArmPosteriors:
             crossed = crossed.index_add(0, index, weighted)
         counts, sums, crossed = counts[:-1], sums[:-1], crossed[:-1]  # without arms that have no row
         share = 1 / (counts + 1 / arms.effect_spread)  # [A]
-        ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), 1 / arms.wide_spread])
+        ridge = torch.cat([(RIDGE_EVENTS / noise).expand(heads_size), 1 / terms.spread])
         ridge[0] = RIDGE_CONSTANT_EVENTS / noise
         known = inverse(gram - (crossed * share.unsqueeze(-1)).mT @ crossed + ridge.diag())  # [D₀ + W, D₀ + W]
         coefficients = known @ (moment - (sums * share) @ crossed)
@@ -293,27 +329,21 @@ class ArmPosteriors:
         pulled = crossed * share.unsqueeze(-1)
         variances = share + ((pulled @ known) * pulled).sum(-1)
         spread = _spread(effects.square() + variances, self._used, FIRST_EFFECT * noise)
-        wide = coefficients[heads_size:]
-        squares = wide.square() + known.diagonal()[heads_size:]
+        own = coefficients[heads_size:]
+        terms = SharedTerms(own, _own_spreads(own.square() + known.diagonal()[heads_size:], noise))
         mean = torch.cat([coefficients[:heads_size], prior.mean[heads_size:]])
-        return replace(prior, mean=mean), replace(
-            arms,
-            effects=effects,
-            variances=variances,
-            effect_spread=spread,
-            wide=wide,
-            wide_spread=_own_spreads(squares, noise),
-        )
+        arms = replace(arms, effects=effects, variances=variances, effect_spread=spread)
+        return replace(prior, mean=mean), replace(before, arms=arms, terms=terms)
 
     def factors_step(
-        self, prior: Prior, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
-    ) -> ArmEffects:
+        self, prior: Prior, effects: SharedEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
+    ) -> SharedEffects:
         """Factors of each arm by ridge regression of what is left on the users' tastes, which are uncertain too."""
-        size, noise = self._batches[0].inputs.shape[-1], prior.noise
+        size, noise, arms = self._batches[0].inputs.shape[-1], prior.noise, effects.arms
         grams = prior.mean.new_zeros(self._count + 1, FACTORS * FACTORS)
         moments = grams.new_zeros(self._count + 1, FACTORS)
         for place, (rows, heads, spread) in enumerate(zip(self._rows, users, spreads, strict=True)):
-            h, targets, weights = self._first_place(arms, place)
+            h, targets, weights = self._first_place(effects, place)
             base, tastes = h[..., :size], heads[:, size:]  # [B, S, D₀], [B, r]
             left = targets - (base @ heads[:, :size].unsqueeze(-1)).squeeze(-1)  # [B, S]
             # E[p(y − hᵀw)] of correlated p and w.
@@ -329,25 +359,27 @@ class ArmPosteriors:
         # Factors that are 0 stay 0: they begin with `sought`.
         factors = torch.where((arms.factors != 0).any(0), factors, 0.0)
         squares = factors.square() + covariance.diagonal(dim1=-2, dim2=-1)
-        return replace(arms, factors=factors, factor_spread=_spread(squares, self._used, FIRST_FACTOR * noise))
+        spread_of_all = _spread(squares, self._used, FIRST_FACTOR * noise)
+        return replace(effects, arms=replace(arms, factors=factors, factor_spread=spread_of_all))
 
-    def looks_step(self, arms: ArmEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> ArmEffects:
+    def looks_step(self, before: SharedEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> SharedEffects:
         """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance."""
-        evidence = LookEvidence.before(arms.looks)
+        arms, evidence = before.arms, LookEvidence.before(before.looks)
         effects, variances = _padded(arms.effects), torch.cat([arms.variances, arms.effect_spread.view(1)])
         for batch, rows, heads, spread in zip(self._batches, self._rows, users, spreads, strict=True):
             h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
-            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows] + double(batch.wide) @ arms.wide  # [B, S]
+            first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows]  # [B, S]
+            first = first + double(batch.wide) @ before.terms.coefficients
             square = first.square() + ((h @ spread) * h).sum(-1) + variances[rows]
             evidence = evidence.with_samples(batch.places, batch.weights, batch.rewards, first, square)
-        return replace(arms, looks=evidence.looks(arms.looks))
+        return replace(before, looks=evidence.looks(before.looks))
 
-    def sought(self, prior: Prior, arms: ArmEffects, generator: torch.Generator) -> ArmEffects:
+    def sought(self, prior: Prior, before: SharedEffects, generator: torch.Generator) -> SharedEffects:
         """New factors: singular vectors of what is left of the rewards, users × arms, by power iteration.
 
         Factors that begin near 0 would stay there: each side is fitted while the other is small.
         """
-        without = replace(arms, factors=0 * arms.factors)
+        without = replace(before, arms=replace(before.arms, factors=0 * before.arms.factors))
         mean = prior.posterior_mean(*self._moments(without))
         residuals = []
         for place, heads in enumerate(torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])):
@@ -366,11 +398,8 @@ class ArmPosteriors:
                 )
             of_arms = torch.linalg.qr(turned[:-1]).Q
         start = (FIRST_FACTOR * prior.noise * self._used.sum()).sqrt()
-        return replace(
-            arms,
-            factors=of_arms[:, :FACTORS] * start,
-            factor_spread=torch.full_like(arms.factor_spread, 1) * start**2 / self._used.sum().clamp_min(1),
-        )
+        spread = torch.full_like(before.arms.factor_spread, 1) * start**2 / self._used.sum().clamp_min(1)
+        return replace(before, arms=replace(before.arms, factors=of_arms[:, :FACTORS] * start, factor_spread=spread))
 
 
 def with_tastes(prior: Prior) -> Prior:
@@ -407,20 +436,20 @@ def _own_spreads(squares: Tensor, noise: Tensor) -> Tensor:
     return ((squares + TERMS_TOGETHER * together) / (1 + TERMS_TOGETHER)).clamp_min(LEAST_NOISE)
 
 
-def derive_arms(
+def derive_effects(
     prior: Prior,
-    before: ArmEffects,
+    before: SharedEffects,
     batches: Sequence[ArmSamples],
     user_weights: Tensor,
     *,
     seek: bool,
     generator: torch.Generator,
-) -> tuple[Prior, ArmEffects]:
-    """The prior and the arms' posteriors after a few rounds of EM; with `seek`, factors are sought anew."""
+) -> tuple[Prior, SharedEffects]:
+    """The prior and the effects after a few rounds of EM; with `seek`, factors are sought anew."""
     posteriors = ArmPosteriors(batches, arms_by_samples(batches))
-    arms = posteriors.start(before)
+    effects = posteriors.start(before)
     if seek:
-        arms = posteriors.sought(prior, arms, generator)
+        effects = posteriors.sought(prior, effects, generator)
     for _ in range(ROUNDS_SOUGHT if seek else ROUNDS):
-        prior, arms = posteriors.round(prior, arms, user_weights)
-    return prior, arms
+        prior, effects = posteriors.round(prior, effects, user_weights)
+    return prior, effects

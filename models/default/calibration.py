@@ -23,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metaban.models.default.samples import DEVIATION, MEAN, REACH, Samples
+from metaban.models.default.notes import Notes
+from metaban.models.default.samples import Samples
 
 #: Bins of equal width over [0, 1].
 BINS: Final = 10
@@ -47,25 +48,25 @@ MCE_SAMPLES: Final = 50
 COLUMNS: Final = 4
 
 
-def calibration_state(samples: Samples, since: Tensor) -> dict[str, Tensor]:
-    """`reliability` [BINS, COLUMNS] of the newest samples since the last drift, and the `reach` for future intervals.
+def reliability_and_reach(samples: Samples, since: Tensor) -> tuple[Tensor, Tensor]:
+    """Reliability [BINS, COLUMNS] of the newest samples since the last drift, and the reach [] for future intervals.
 
     Samples of one epoch are equally new; ties keep the order of the samples.
     """
-    noted = (samples.notes[:, DEVIATION] > 0) & samples.notes[:, MEAN].isfinite()
+    noted = (samples.notes.deviation > 0) & samples.notes.mean.isfinite()
     real = noted & (samples.weights > 0) & (samples.epochs >= since)
     newest = torch.where(real, samples.epochs, -1).argsort(descending=True, stable=True)[:NEWEST]  # [n]
     looks = samples.looks[newest]
     real, rewards = real[newest], samples.rewards[newest].to(torch.float64) * looks
-    notes = samples.notes[newest].to(torch.float64)
-    predicted = torch.where(real, (notes[:, MEAN] * looks).clamp(0, 1), 0)  # [n]
+    notes = Notes(samples.notes.stored[newest].to(torch.float64))
+    predicted = torch.where(real, (notes.mean * looks).clamp(0, 1), 0)  # [n]
     miss = (rewards - predicted).abs()
-    inside = miss <= notes[:, REACH] * notes[:, DEVIATION]
+    inside = miss <= notes.reach * notes.deviation
     numbers = torch.stack([torch.ones_like(miss), predicted, rewards, inside.to(miss)], dim=-1)  # [n, COLUMNS]
     bins = (predicted * BINS).to(torch.int64).clamp_max(BINS - 1)  # [n]
     table = numbers.new_zeros(BINS, COLUMNS).index_add(0, bins, torch.where(real.unsqueeze(-1), numbers, 0))
-    misses = torch.where(real, miss / notes[:, DEVIATION], torch.inf)  # in deviations
-    return {"reliability": table, "reach": _reach(misses[:REACH_NEWEST], real[:REACH_NEWEST].sum())}
+    misses = torch.where(real, miss / notes.deviation, torch.inf)  # in deviations
+    return table, _reach(misses[:REACH_NEWEST], real[:REACH_NEWEST].sum())
 
 
 def _reach(misses: Tensor, count: Tensor) -> Tensor:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from metaban.models.default.memory import FIRST_GAIN, GAINS, replay_errors
+from metaban.models.default.notes import Notes
 from metaban.models.default.prior import Prior, Statistics
-from metaban.models.default.samples import ALONE, MEAN, PLAIN, TOGETHER, Samples, first_place_rewards, sample_weights
-from metaban.models.learner import State, UserBatch
+from metaban.models.default.samples import Samples, first_place_rewards, sample_weights
+from metaban.models.default.shared_state import SharedState
+from metaban.models.learner import UserBatch
 
 #: Largest evidence, in nats, for or against one of two predictors.
 EVIDENCE_MAX: Final = 30.0
@@ -37,19 +39,19 @@ POOLED_UNTIL_INFORMATION: Final = 2_048.0
 GAIN_EVIDENCE: Final = 3.0
 
 
-def group_guard(batches: Sequence[UserBatch], noise: Tensor, shared: State) -> Tensor:
+def group_guard(batches: Sequence[UserBatch], noise: Tensor, shared: SharedState) -> Tensor:
     """λ in [0, 1]: weight of predictions with groups against those without, on the newer half of users' rewards."""
     missed = _squared_errors(batches, shared, 1 / 2)
-    return _evidence_weight(missed[ALONE] - missed[TOGETHER], noise)
+    return _evidence_weight(missed.alone - missed.together, noise)
 
 
-def measured_trust(batches: Sequence[UserBatch], noise: Tensor, shared: State) -> Tensor:
+def measured_trust(batches: Sequence[UserBatch], noise: Tensor, shared: SharedState) -> Tensor:
     """τ in [0, 1]: weight of users' heads (the better of with and without groups) against the pooled head.
 
     Only the newest quarter counts, because users' heads start with large errors.
     """
     missed = _squared_errors(batches, shared, 1 / 4)
-    return _evidence_weight(missed[PLAIN] - torch.minimum(missed[ALONE], missed[TOGETHER]), noise, TRUST_LEAD)
+    return _evidence_weight(missed.pooled - torch.minimum(missed.alone, missed.together), noise, TRUST_LEAD)
 
 
 def scheduled_trust(measured: Tensor, samples: Samples, total_events: int, *, rare: bool) -> Tensor:
@@ -70,17 +72,18 @@ def scheduled_trust(measured: Tensor, samples: Samples, total_events: int, *, ra
     return torch.where(information < RARE_INFORMATION, where_rare, usual)
 
 
-def _squared_errors(batches: Sequence[UserBatch], shared: State, share: float) -> Tensor:
-    """Squared errors of the noted predictions on this newest share of each user's rewards, by column of notes [4]."""
-    device = shared["since"].device
-    missed = torch.zeros(MEAN, dtype=torch.float64, device=device)
+def _squared_errors(batches: Sequence[UserBatch], shared: SharedState, share: float) -> Notes:
+    """Squared errors [] of the noted predictions on this newest share of each user's rewards."""
+    device = shared.since.device
+    missed = torch.zeros(Notes.PREDICTIONS, dtype=torch.float64, device=device)
     for batch in batches:
         place = torch.arange(batch.valid.shape[1], device=device)
         older = (batch.valid.sum(-1, keepdim=True) * (1 - share)).floor()  # [B, 1]
         newer = sample_weights(batch, shared) * (place >= older)  # [B, S]
-        short = first_place_rewards(batch, shared).to(torch.float64)[..., None] - batch.phi[..., :MEAN]  # [B, S, 4]
+        rewards = first_place_rewards(batch, shared).to(torch.float64)
+        short = rewards[..., None] - Notes(batch.phi).predictions  # [B, S, 4]
         missed += (short.square() * newer[..., None]).sum((0, 1))
-    return missed
+    return Notes(missed)
 
 
 def _evidence_weight(less: Tensor, noise: Tensor, ahead: float = 0.0) -> Tensor:

@@ -18,8 +18,8 @@ doubled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Self, final
 
 import torch
@@ -33,10 +33,8 @@ from metaban.models.default.prior import (
     evidence_weights,
     find_groups,
     groups_state,
-    prior_from_state,
 )
-from metaban.models.learner import State
-from metaban.models.numerics.arrays import inverse
+from metaban.models.numerics.arrays import Array, inverse
 from metaban.models.numerics.schedule import grown
 
 #: Number of users that groups are derived from, those with the most events; the mean shift has a centre for each.
@@ -160,23 +158,52 @@ def random_responsibilities(count: int, users: int, generator: torch.Generator, 
     return (leaning / leaning.sum(-1, keepdim=True)).to(like.device)
 
 
-def clusters_found(shared: State) -> int:
-    """Number of kinds while groups are kinds, otherwise 1."""
-    return int((shared["group_offset"] > NO_GROUP / 2).sum()) if float(shared["group_mixture"]) > 0 else 1
+@final
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """The groups of an epoch, GROUP_USERS_MAX rows, used ones first, and their guard λ [].
 
+    `mixture` [] is positive while groups are kinds; a negative value −n blocks the search for kinds until n events.
+    """
 
-def cluster_of(shared: State, users: Statistics) -> Tensor:
-    """The most probable kind of each user [U] int64; 0 while groups are no kinds."""
-    if clusters_found(shared) == 1:
-        return torch.zeros_like(users.events, dtype=torch.int64)
-    prior, groups = prior_from_state(shared), _stored(shared)
-    within = inverse(users.gram / prior.noise + prior.precision / groups.share)  # [U, D, D]
-    belief: Tensor = groups.responsibilities(within, users.moment / prior.noise)  # [U, Q]
-    return belief.argmax(-1)
+    rows: Groups
+    mixture: Array
+    guard: Array
 
+    @classmethod
+    def none(cls, dimension: int, spread: float) -> Self:
+        """Before any event, with κ of the mean shift."""
+        nothing = torch.zeros((), dtype=torch.float64)
+        return cls(Groups.none(dimension, spread), nothing, nothing.clone())
 
-def _stored(shared: State) -> Groups:
-    return Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])
+    @classmethod
+    def stored(cls, shared: Mapping[str, Array]) -> Self:
+        """From an epoch's shared state."""
+        rows = Groups(shared["group_pull"], shared["group_offset"], shared["group_share"])
+        return cls(rows, shared["group_mixture"], shared["guard"])
+
+    def state(self) -> dict[str, Array]:
+        """The shared state of the groups."""
+        return {**groups_state(self.rows, GROUP_USERS_MAX), "group_mixture": self.mixture, "guard": self.guard}
+
+    def used(self) -> Groups | None:
+        """The rows in use, None if there are none; with tensors, which may be on a GPU, all rows."""
+        if isinstance(self.rows.offset, Tensor):  # no synchronisation
+            return self.rows
+        count = int((self.rows.offset > NO_GROUP / 2).sum())
+        return Groups(self.rows.pull[:count], self.rows.offset[:count], self.rows.share) if count else None
+
+    def clusters(self) -> int:
+        """Number of kinds while groups are kinds, otherwise 1."""
+        return int((self.rows.offset > NO_GROUP / 2).sum()) if float(self.mixture) > 0 else 1
+
+    def cluster_of(self, prior: Prior, users: Statistics) -> Tensor:
+        """The most probable kind of each user [U] int64; 0 while groups are no kinds."""
+        if self.clusters() == 1:
+            return torch.zeros_like(users.events, dtype=torch.int64)
+        within = inverse(users.gram / prior.noise + prior.precision / self.rows.share)  # [U, D, D]
+        belief: Tensor = self.rows.responsibilities(within, users.moment / prior.noise)  # [U, Q]
+        return belief.argmax(-1)
 
 
 def mixture_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
@@ -185,7 +212,8 @@ def mixture_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
 
 
 def derive_groups(
-    shared: State,
+    before: GroupState,
+    earlier: Prior,
     prior: Prior,
     users: Statistics,
     user_weights: Tensor,
@@ -193,20 +221,19 @@ def derive_groups(
     spread: float,
     seek: bool,
     total_events: int,
-) -> State:
-    """Groups under a new prior, of users with weights w_u [U]; `shared` holds the previous groups and their prior.
+) -> GroupState:
+    """Groups under a new prior, of users with weights w_u [U], from the groups before under an earlier prior.
 
     With `seek` kinds are searched for, otherwise the previous ones are continued; `spread` is κ of the mean shift.
-    `group_mixture` is positive while groups are kinds; a negative value −n blocks the search until n events.
     """
     largest = (user_weights * users.events).argsort(descending=True, stable=True)[:GROUP_USERS_MAX]
     users, user_weights = users.rows(largest), user_weights[largest]
     shift = find_groups(prior, users, torch.full_like(prior.noise, spread), SHIFT_STEPS, user_weights)
-    share, before = torch.full_like(prior.noise, SPREAD), shared["group_mixture"]
+    share, mixture = torch.full_like(prior.noise, SPREAD), before.mixture
     em = MixtureEM(prior, users, share, evidence_weights(users, user_weights))
     if not seek:
-        kinds = em.continued(Mixture.of(_stored(shared), prior_from_state(shared)))
-        return _state(prior, share, shift, [kinds], (before > 0).to(torch.int64)) | {"group_mixture": before}
+        kinds = em.continued(Mixture.of(before.rows, earlier))
+        return replace(before, rows=_chosen(prior, share, shift, [kinds], (mixture > 0).to(torch.int64)))
     generator, count = torch.Generator().manual_seed(total_events), users.events.shape[0]
     found = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)) for kinds in COUNTS]
     worth = torch.stack([em.log_evidence(mixture) for mixture in found])
@@ -215,15 +242,17 @@ def derive_groups(
         (worth[best] - worth[0] > EVIDENCE_MARGIN) & (best < len(COUNTS) - 1) & (users.events.mean() >= EVENTS_EACH)
     )
     blocked_until = torch.where(
-        (before > 0) & (shared["guard"] < LEAST_GUARD), -DROPPED_GROWTH * total_events, before.clamp_max(0)
+        (mixture > 0) & (before.guard < LEAST_GUARD), -DROPPED_GROWTH * total_events, mixture.clamp_max(0)
     )
     best = torch.where(separated & (total_events >= -blocked_until), best, 0)
-    state = _state(prior, share, shift, found[1:], best)
-    return state | {"group_mixture": torch.where(best > 0, torch.ones_like(blocked_until), blocked_until)}
+    rows = _chosen(prior, share, shift, found[1:], best)
+    mixture = torch.where(best > 0, torch.ones_like(blocked_until), blocked_until)
+    return replace(before, rows=rows, mixture=mixture)
 
 
-def _state(prior: Prior, share: Tensor, shift: Groups, kinds: Sequence[Mixture], best: Tensor) -> State:
-    """The shared state of the mean shift if best is 0, otherwise of that mixture; chosen on the device."""
+def _chosen(prior: Prior, share: Tensor, shift: Groups, kinds: Sequence[Mixture], best: Tensor) -> Groups:
+    """The groups of the mean shift if best is 0, otherwise of that mixture; chosen on the device, all rows."""
     mixtures = (Groups.of(prior, each.centres, each.log_weight, share) for each in kinds)
     states = [groups_state(each, GROUP_USERS_MAX) for each in (shift, *mixtures)]
-    return {name: torch.stack([state[name] for state in states])[best.view(1)][0] for name in states[0]}
+    chosen = {name: torch.stack([state[name] for state in states])[best.view(1)][0] for name in states[0]}
+    return Groups(chosen["group_pull"], chosen["group_offset"], chosen["group_share"])

@@ -267,14 +267,3 @@ def groups_state(groups: Groups, most: int) -> dict[str, Tensor]:
         "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
         "group_share": groups.share,
     }
-
-
-def groups_from_state(shared: Mapping[str, Array]) -> Groups | None:
-    """Groups from an epoch's shared state; None if there are none (known without synchronisation only in numpy)."""
-    pull, offset = shared["group_pull"], shared["group_offset"]
-    if not isinstance(offset, Tensor):  # a tensor may be on a GPU: no synchronisation
-        count = int((offset > NO_GROUP / 2).sum())
-        pull, offset = pull[:count], offset[:count]
-        if not count:
-            return None
-    return Groups(pull, offset, shared["group_share"])

@@ -9,14 +9,11 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
+from metaban.models.default.notes import Notes
 from metaban.models.default.places import looks_at
-from metaban.models.learner import State, UserBatch
-from metaban.models.numerics.arrays import Array, Arrays, cast
-
-#: Columns of a decision's notes: predictions of the trunk, of the pooled head, and of the user's head without and with
-#: groups; the mean; the standard deviation of the reward around it, noise included; the half-width, in these, of the
-#: interval that should hold 9 rewards in 10; from the last one on, the summary of the slate of wide inputs.
-TRUNK, PLAIN, ALONE, TOGETHER, MEAN, DEVIATION, REACH, SLATE = range(8)
+from metaban.models.default.shared_state import SharedState
+from metaban.models.learner import UserBatch
+from metaban.models.numerics.arrays import Array, cast
 
 #: Avoids a division by 0 when all rewards are equal.
 LEAST_SPREAD: Final = torch.finfo(torch.float64).tiny
@@ -30,41 +27,41 @@ def recency_weight(current: Array, like: Array) -> Array:
     return STALE_WEIGHT + (1 - STALE_WEIGHT) * cast(current, like)
 
 
-def sample_weights(batch: UserBatch, shared: Arrays) -> Array:
+def sample_weights(batch: UserBatch, shared: SharedState) -> Array:
     """Weight of each sample [B, S]: 0 for padding, STALE_WEIGHT before the last drift, e_k² for its place (arms.py)."""
-    looks = cast(looks_at(shared["arm_looks"], batch.places), batch.rewards)
-    return recency_weight(batch.epochs >= shared["since"], batch.rewards) * batch.valid * looks * looks
+    looks = cast(looks_at(shared.effects.looks, batch.places), batch.rewards)
+    return recency_weight(batch.epochs >= shared.since, batch.rewards) * batch.valid * looks * looks
 
 
-def first_place_rewards(batch: UserBatch, shared: Arrays) -> Array:
+def first_place_rewards(batch: UserBatch, shared: SharedState) -> Array:
     """Rewards as they would be at the first place [B, S]: r/e_k."""
-    rewards: Array = batch.rewards / cast(looks_at(shared["arm_looks"], batch.places), batch.rewards)
+    rewards: Array = batch.rewards / cast(looks_at(shared.effects.looks, batch.places), batch.rewards)
     return rewards
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """All users' samples, one row each: inputs [n, d], rewards at the first place [n], notes [n, q], epochs [n],
+    """All users' samples, one row each: inputs [n, d], rewards at the first place [n], notes of n rows, epochs [n],
     weights [n], and e_k of their places [n]."""
 
     features: Tensor
     rewards: Tensor
-    notes: Tensor
+    notes: Notes
     epochs: Tensor
     weights: Tensor
     looks: Tensor
 
     @classmethod
-    def of(cls, batches: Sequence[UserBatch], shared: State) -> Self:
+    def of(cls, batches: Sequence[UserBatch], shared: SharedState) -> Self:
         """The rows of all batches, padding included, with weight 0; rewards are those at the first place."""
         return cls(
             torch.cat([batch.features.flatten(0, 1) for batch in batches]),
             torch.cat([first_place_rewards(batch, shared).flatten() for batch in batches]),
-            torch.cat([batch.phi.flatten(0, 1) for batch in batches]),
+            Notes(torch.cat([batch.phi.flatten(0, 1) for batch in batches])),
             torch.cat([batch.epochs.flatten() for batch in batches]),
             torch.cat([sample_weights(batch, shared).flatten() for batch in batches]),
-            torch.cat([looks_at(shared["arm_looks"], batch.places).flatten() for batch in batches]),
+            torch.cat([looks_at(shared.effects.looks, batch.places).flatten() for batch in batches]),
         )
 
     def weighted_by_user(self, batches: Sequence[UserBatch], user_weights: Tensor) -> Samples:

@@ -5,7 +5,7 @@ All functions accept numpy arrays and torch tensors (arrays.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -95,31 +95,6 @@ def group_sizes(heads: Array, arms: Array, mean: Array, reach: Array, row: Array
     if isinstance(row, Tensor):  # may be on a GPU: no synchronisation
         return found + ~(agree[:, row[0]] & (row >= 0))
     return found + (~agree[:, row[0]] if row[0] >= 0 else 1)
-
-
-def trunk_prediction(layers: Sequence[tuple[Array, Array]], x: Array) -> Array:
-    """The trunk's prediction [N] from codes x [N, n].
-
-    The first layer is that of all M members side by side, [n, M·m] and [M·m]. Hidden layers are weights [M, columns,
-    rows] and offsets [M·rows]; the last holds each member's share of the mean, [M·m] and [].
-    """
-    (first, start), *hidden, (last, level) = layers
-    y = x @ first
-    y += start
-    for weight, offset in hidden:
-        y = join_members(split_members(rectified(y), weight) @ weight)
-        y += offset
-    return rectified(y) @ last + level
-
-
-def split_members(y: Array, weight: Array) -> Array:
-    """Units of all members side by side [N, M·m] → one batch per member [M, N, m]; M is taken from weights [M, …]."""
-    return y.reshape(y.shape[0], weight.shape[0], -1).swapaxes(0, 1)
-
-
-def join_members(y: Array) -> Array:
-    """The inverse of `split_members`."""
-    return y.swapaxes(0, 1).reshape(y.shape[1], -1)
 
 
 def memory_correction(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Prior, Statistics, prior_from_state
+from metaban.models.default.shared_state import SharedState
 from metaban.models.fusion.model import FusionModel
 from metaban.models.fusion.training import FusionFit, FusionSettings, fit_fusion
 from metaban.models.fusion.warm_start_guard import FirstRewards, evaluate_starts
@@ -130,9 +131,10 @@ def _spread(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
 
 def gather(learner: PosteriorLearner, shared: State, batches: Sequence[UserBatch], profiles: Tensor) -> Sources:
     """Sources from users' samples, and profiles [n, d] in the same order."""
+    state = SharedState.stored(shared)
     parts, firsts, rewards, valids, inputs = [], [], [], [], []
     for batch in batches:
-        samples = learner.head_samples(shared, batch)
+        samples = learner.head_samples(state, batch)
         h = samples.inputs.detach()
         parts.append(samples.statistics())
         short = max(0, FIRST_REWARDS - h.shape[1])

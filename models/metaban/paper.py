@@ -10,59 +10,97 @@ The published meta gradient is taken at the stored user parameters and does not 
 steps are therefore identical, and each user's term G_u depends on that user alone: it is computed once after an update
 of u, and the adaptation of all arms is one product of the group mask with the stacked G.
 
-`MetaBanLearner` holds what this preset shares with `pooled.py`.
+`MetaBanLearner` and `MetaBanEpoch` hold what this preset shares with `pooled.py`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
-from metaban.models.explaining import Agreement, Contributions, without_own_row
 from metaban.models.features import InputParts
 from metaban.models.learner import Learner, Query, Scores, State, UserBatch
 from metaban.models.metaban.posterior_bonus import fitted_root, initial_root, posterior_deviation
-from metaban.models.numerics.arrays import Arrays, double
+from metaban.models.metaban.served_epoch import ADAPTED_NUMBERS_MAX, MetaBanEpoch
+from metaban.models.numerics.arrays import Arrays
 from metaban.models.numerics.bias_free_net import (
     Shape,
     factor_distance,
-    forward,
     initial_parameters,
-    input_gradient,
     loss_gradient,
     output_factors,
-    predict_all,
 )
-from metaban.models.numerics.normalizer import Moments, standardize, unit, winsorize
+from metaban.models.numerics.normalizer import Moments, winsorize
 from metaban.models.numerics.schedule import doubled
-from metaban.models.posterior_draws import independent_draws
 from metaban.models.settings import MetaBanSettings
 
-#: Largest number of hidden units of the pool's networks in memory. Blocks of this size are returned to the operating
-#: system when freed; many smaller ones would stay in the allocator.
-HIDDEN_NUMBERS_MAX = 1 << 24
 
-#: Largest number of parameters of adapted networks in memory; larger queries are scored in chunks of arms.
-ADAPTED_NUMBERS_MAX = 1 << 24
+@final
+@dataclass(frozen=True, slots=True)
+class PaperEpoch(MetaBanEpoch):
+    """Scores by networks adapted to the groups; Θ is Θ₀."""
 
+    def score(self, pool: Arrays, query: Query) -> Scores:
+        x = self.inputs(query.arms)  # [N, d]
+        request = query.request
+        others = self.groups(pool, query, x)  # [N, P]
+        size = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
+        chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
+        parts = [self.score_arms(pool, query.own, request[arms], x[arms], others[arms]) for arms in chunks]
+        mean = torch.cat([part[0] for part in parts])
+        if self.settings.bonus == "posterior":
+            sigma = posterior_deviation(self.shape, query.own, query.slates, x)
+            bonus = self.settings.alpha * sigma
+        else:
+            sigma = self.settings.beta2 * torch.cat([part[1] for part in parts])  # the arm-dependent term
+            bound = self.user_bound(query)[request]  # [N]
+            bonus = self.settings.alpha * (sigma + self.settings.z1 + bound)
+        notes = x.new_empty((x.shape[0], 0))
+        group_size = others.sum(-1) + 1  # [N]
+        return Scores(mean, bonus, notes, sigma, group_size.__getitem__, self.draws(query, mean, sigma))
 
-def group_threshold(nu: float, gamma: float) -> float:
-    """(ν − 1)/ν · γ of Eq. 4: the largest difference of predictions within a group."""
-    return (nu - 1) / nu * gamma
+    def score_arms(
+        self, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of n arms (Alg. 1, line 9), both [n]."""
+        mean, factors = output_factors(self.shape, self.adapt_meta(pool, own, request, others), x)
+        return mean, factor_distance(factors, output_factors(self.shape, self.theta.unsqueeze(0), x)[1])
 
+    def adapt_meta(self, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, others: Tensor) -> Tensor:
+        """Algorithm 2 in closed form: Θ_x of n arms [n, p]."""
+        members = others.to(self.theta.dtype)  # [n, P]
+        total = members @ pool["gradient"] + own["gradient"][request]  # [n, p] ΣG_u
+        step = self.settings.meta_rate * self.settings.meta_steps
+        if self.settings.rate_schedule == "per-event":
+            samples = members @ pool["samples"].clamp_min(1) + own["samples"][request].clamp_min(1)  # [n]
+            total = total / samples.unsqueeze(-1)
+        adapted: Tensor = self.theta - step * total
+        return adapted
 
-def relative_groups(pool_predictions: Tensor, own_predictions: Tensor, threshold: float) -> Tensor:
-    """Eq. 4: members of the requesting user's group for each arm, [N, P] and [N] → bool [N, P]."""
-    return (pool_predictions - own_predictions.unsqueeze(-1)).abs() <= threshold
+    def adapted(self, pool: Arrays, query: Query, members: Tensor) -> Tensor:
+        request = torch.zeros_like(members[:, :1].sum(-1))  # [n]
+        return self.adapt_meta(pool, query.own, request, members)
+
+    def user_bound(self, query: Query) -> Tensor:
+        """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
+        settings = self.settings
+        events: Tensor = query.own_events.clamp_min(1).to(self.theta.dtype)  # [R] μ
+        arms = torch.zeros_like(events).index_add(0, query.request, torch.ones_like(query.arms[:, 0]))  # [R] k
+        log = (settings.log_constant * events * arms / settings.delta).log().clamp_min(0)
+        return (
+            (2 * settings.epsilon1 / events).sqrt()
+            + 3 * self.shape.depth / (2 * events).sqrt()
+            + (1 + settings.xi1) * (2 * log / events).sqrt()
+        )
 
 
 class MetaBanLearner(Learner):
-    """Common parts of the presets: network, standardised inputs, group inference and user adaptation."""
+    """Common parts of the presets: network, moments of inputs and user adaptation."""
 
     def __init__(self, settings: MetaBanSettings, inputs: int, dtype: torch.dtype = torch.float32) -> None:
         self.settings = settings
@@ -70,7 +108,6 @@ class MetaBanLearner(Learner):
         self.network_size = self.shape.parameters
         self.dtype = dtype
         self.input_size, self.parts = inputs, InputParts.of(inputs)
-        self.threshold = group_threshold(settings.nu, settings.gamma)
         #: Whether the bonus is the posterior deviation; user states then hold a root of its covariance.
         self.uses_posterior_bonus = settings.bonus == "posterior"
         self.root_fields = {"root": (settings.width, settings.width)} if self.uses_posterior_bonus else {}
@@ -97,10 +134,9 @@ class MetaBanLearner(Learner):
         mean, scale = merged.transform()
         return {**shared, "mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
 
-    def inputs(self, shared: Arrays, raw: Tensor) -> Tensor:
-        """Network inputs from raw inputs [..., d]."""
-        x = standardize(raw, shared["mean"], shared["scale"]) if self.settings.standardize else raw
-        return unit(x) * self.settings.input_norm if self.settings.input_norm else x
+    def moments(self, shared: Arrays) -> tuple[Tensor, Tensor] | None:
+        """Mean and scale of inputs [d], None if these are not standardised."""
+        return (shared["mean"], shared["scale"]) if self.settings.standardize else None
 
     def adapt_users(self, start: Tensor, x: Tensor, batch: UserBatch) -> Tensor:
         """Algorithm 3, lines 2-8, for all users at once: J₁ full-batch steps from `start` [p] → θ̂ [B, p]."""
@@ -125,85 +161,6 @@ class MetaBanLearner(Learner):
             return {}
         return {"root": fitted_root(self.shape, theta, x, batch.valid, self.settings.noise)}
 
-    def groups(self, pool: Arrays, query: Query, x: Tensor) -> Tensor:
-        """Eq. 4 for every arm of a query, x [N, d]: the group without the requesting user, bool [N, P].
-
-        The requesting user is a member by definition and joins with the state in the query, which may be newer than the
-        pool's row; so their row is masked.
-        """
-        near = relative_groups(*self.predictions(pool, query, x), self.threshold)
-        rows = torch.arange(near.shape[1], device=near.device)
-        themselves: Tensor = rows == query.own_row[query.request].unsqueeze(-1)
-        return near & ~themselves
-
-    def predictions(self, pool: Arrays, query: Query, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Predictions of all users of the pool [N, P] and of the requesting users [N] for arms x [N, d]."""
-        own = forward(self.shape, query.own["theta"][query.request], x.unsqueeze(1)).squeeze(1)  # [N]
-        size = max(1, HIDDEN_NUMBERS_MAX // max(1, pool["theta"].shape[0] * self.shape.width))
-        return torch.cat([predict_all(self.shape, pool["theta"], arms) for arms in torch.split(x, size)]), own
-
-    def agreement(self, outline: State, pool: Arrays, query: Query, rows: Tensor) -> Agreement:
-        # All arms are computed although few are needed: with fewer, sums may round differently than in scoring.
-        predictions, own = self.predictions(pool, query, self.inputs(outline, query.arms))
-        members = self.members(without_own_row(relative_groups(predictions, own, self.threshold), query.own_row))
-        return Agreement(own[rows], torch.full_like(own[rows], self.threshold), predictions[rows], members[rows])
-
-    def members(self, near: Tensor) -> Tensor:
-        """Group members of the arms of one request, given the users near the requesting one, both bool [N, P]."""
-        return near
-
-    @abstractmethod
-    def unadapted(self, outline: State) -> Tensor:
-        """The meta-learner Θ [p] before it is adapted to a group."""
-
-    @abstractmethod
-    def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
-        """The networks Θ [n, p] that score n arms of one request, given their groups, bool [n, P]."""
-
-    def contributions(
-        self, outline: State, pool: Arrays, query: Query, rows: Tensor, agreement: Agreement
-    ) -> Contributions:
-        """As in `Learner`; `user` is what the adaptation to the user and their group changes.
-
-        Columns are of the network's own input, of fixed length: a network without biases is the sum of its terms.
-        """
-        x, size = self.inputs(outline, query.arms[rows]), max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
-        means, gradients = [], []
-        for arms, members in zip(torch.split(x, size), torch.split(agreement.members, size), strict=True):
-            theta = self.adapted(outline, pool, query, members)
-            means.append(forward(self.shape, theta, arms.unsqueeze(1)).squeeze(1))
-            gradients.append(input_gradient(self.shape, theta, arms))
-        shared = double(forward(self.shape, self.unadapted(outline).unsqueeze(0), x.unsqueeze(0)).squeeze(0))
-        nothing = torch.zeros_like(shared)
-        return Contributions(
-            columns=double(torch.cat(gradients)) * double(x),
-            intercept=nothing,
-            shared=shared,
-            user=double(torch.cat(means)) - shared,
-            arm=nothing,
-            taste=nothing,
-            memory=nothing,
-        )
-
-    def draws(self, query: Query, mean: Tensor, sigma: Tensor) -> Tensor | None:
-        """Posterior draws [N, M] if requested; independent, because Meta-Ban has no joint posterior."""
-        if query.draws is None:
-            return None
-        drawn: Tensor = independent_draws(mean, sigma, query.slates, query.draws)
-        return drawn
-
-    def user_bound(self, query: Query) -> Tensor:
-        """Ū_u of Lemma 6.3 for each request [R]; a user without events counts as having one (Alg. 1, line 3)."""
-        settings = self.settings
-        events: Tensor = query.own_events.clamp_min(1).to(self.dtype)  # [R] μ
-        arms = torch.zeros_like(events).index_add(0, query.request, torch.ones_like(query.arms[:, 0]))  # [R] k
-        log = (settings.log_constant * events * arms / settings.delta).log().clamp_min(0)
-        return (
-            (2 * settings.epsilon1 / events).sqrt()
-            + 3 * self.shape.depth / (2 * events).sqrt()
-            + (1 + settings.xi1) * (2 * log / events).sqrt()
-        )
-
 
 @final
 class PaperLearner(MetaBanLearner):
@@ -226,13 +183,17 @@ class PaperLearner(MetaBanLearner):
             state["fits"] = torch.zeros_like(theta0[0])
         return state | self.initial_root(shared)
 
+    def prepare_epoch(self, shared: Arrays, *, as_numpy: bool = False) -> PaperEpoch:
+        return PaperEpoch(self.settings, self.shape, shared["theta0"], self.moments(shared))
+
     def penalty(self, theta: Tensor) -> Tensor:
         """(λ/√m) sign(θ), the L1 term of Eq. 5, which w_u does not multiply."""
         return self.settings.l1 / math.sqrt(self.shape.width) * theta.sign()
 
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
-        x = self.inputs(shared, batch.features)
-        latest = self.adapt_users(shared["theta0"], x, batch)  # [B, p] θ̂
+        epoch = self.prepare_epoch(shared)
+        x = epoch.inputs(batch.features)
+        latest = self.adapt_users(epoch.theta, x, batch)  # [B, p] θ̂
         share, samples = sample_shares(batch)
         loss = samples * self.mean_gradient(latest, x, batch, share)
         state = {
@@ -255,52 +216,6 @@ class PaperLearner(MetaBanLearner):
 
     def epoch_due(self, epoch_events: int, total_events: int) -> bool:
         return doubled(epoch_events, total_events)
-
-    def score_prepared(self, outline: State, pool: Arrays, query: Query) -> Scores:
-        x = self.inputs(outline, query.arms)  # [N, d]
-        request = query.request
-        others = self.groups(pool, query, x)  # [N, P]
-        size = max(1, ADAPTED_NUMBERS_MAX // self.shape.parameters)
-        chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
-        parts = [self.score_arms(outline, pool, query.own, request[arms], x[arms], others[arms]) for arms in chunks]
-        mean = torch.cat([part[0] for part in parts])
-        if self.uses_posterior_bonus:
-            sigma = posterior_deviation(self.shape, query.own, query.slates, x)
-            bonus = self.settings.alpha * sigma
-        else:
-            sigma = self.settings.beta2 * torch.cat([part[1] for part in parts])  # the arm-dependent term
-            bound = self.user_bound(query)[request]  # [N]
-            bonus = self.settings.alpha * (sigma + self.settings.z1 + bound)
-        notes = x.new_empty((x.shape[0], self.noted))
-        group_size = others.sum(-1) + 1  # [N]
-        return Scores(mean, bonus, notes, sigma, group_size.__getitem__, self.draws(query, mean, sigma))
-
-    def score_arms(
-        self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, x: Tensor, others: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """f(x; Θ_x) and ‖g(x; Θ_x) − g(x; Θ₀)‖ of n arms (Alg. 1, line 9), both [n]."""
-        mean, factors = output_factors(self.shape, self.adapt_meta(shared, pool, own, request, others), x)
-        return mean, factor_distance(factors, output_factors(self.shape, shared["theta0"].unsqueeze(0), x)[1])
-
-    def adapt_meta(
-        self, shared: State, pool: Arrays, own: Mapping[str, Tensor], request: Tensor, others: Tensor
-    ) -> Tensor:
-        """Algorithm 2 in closed form: Θ_x of n arms [n, p]."""
-        members = others.to(self.dtype)  # [n, P]
-        total = members @ pool["gradient"] + own["gradient"][request]  # [n, p] ΣG_u
-        step = self.settings.meta_rate * self.settings.meta_steps
-        if self.settings.rate_schedule == "per-event":
-            samples = members @ pool["samples"].clamp_min(1) + own["samples"][request].clamp_min(1)  # [n]
-            total = total / samples.unsqueeze(-1)
-        adapted: Tensor = shared["theta0"] - step * total
-        return adapted
-
-    def unadapted(self, outline: State) -> Tensor:
-        return outline["theta0"]
-
-    def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
-        request = torch.zeros_like(members[:, :1].sum(-1))  # [n]
-        return self.adapt_meta(outline, pool, query.own, request, members)
 
 
 def sample_shares(batch: UserBatch) -> tuple[Tensor, Tensor]:

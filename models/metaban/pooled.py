@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -18,12 +19,73 @@ from torch import Tensor
 from metaban.models.learner import Query, Scores, State, UserBatch, newest
 from metaban.models.metaban.paper import MetaBanLearner
 from metaban.models.metaban.posterior_bonus import posterior_deviation
+from metaban.models.metaban.served_epoch import MetaBanEpoch
 from metaban.models.numerics.arrays import Arrays
 from metaban.models.numerics.bias_free_net import factor_norm, loss_gradient, output_factors
 from metaban.models.numerics.schedule import doubled
 from metaban.models.settings import MetaBanSettings
 
 GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PooledEpoch(MetaBanEpoch):
+    """Scores by Θ trained on the pooled samples of the group."""
+
+    def score(self, pool: Arrays, query: Query) -> Scores:
+        x = self.inputs(query.arms)  # [N, d]
+        request = query.request
+        mask = self.groups(pool, query, x)  # [N, P]
+        members = union_by_request(mask, request, query.requests)  # [R, P]
+        theta = self.adapt_meta(pool, query, members)[request]  # [N, p]
+        mean, factors = output_factors(self.shape, theta, x)
+        sigma = (
+            posterior_deviation(self.shape, query.own, query.slates, x)
+            if self.settings.bonus == "posterior"
+            else factor_norm(factors)
+        )
+        group_size = (members.sum(-1) + 1)[request]  # [N]
+        notes = x.new_empty((x.shape[0], 0))
+        draws = self.draws(query, mean, sigma)
+        return Scores(mean, self.settings.alpha * sigma, notes, sigma, group_size.__getitem__, draws)
+
+    def members(self, near: Tensor) -> Tensor:
+        return near.any(0).expand_as(near)
+
+    def adapted(self, pool: Arrays, query: Query, members: Tensor) -> Tensor:
+        return self.adapt_meta(pool, query, members[:1]).expand(members.shape[0], -1)
+
+    def adapt_meta(self, pool: Arrays, query: Query, members: Tensor) -> Tensor:
+        """J₂ steps of Θ on samples of each request's group; other members bool [R, P] → [R, p]."""
+        requests, users = members.shape
+        held = torch.cat(
+            [members * pool["samples"], query.own["samples"].unsqueeze(-1)], dim=1
+        )  # [R, P+1] samples available
+        ends = held.cumsum(1)
+        total = ends[:, -1:]  # [R, 1]
+        theta = self.theta.expand(requests, -1)
+        rewards_pool, features_pool = pool["recent_rewards"], pool["recent_features"]
+        for step in range(self.settings.meta_steps):
+            # Evenly spread places instead of random ones: the same state gives the same decision.
+            first = step * self.settings.step_samples
+            count = torch.arange(first, first + self.settings.step_samples, device=held.device, dtype=theta.dtype)
+            target = (count * (GOLDEN_RATIO - 1) % 1.0) * total  # [R, step_samples]
+            member = torch.searchsorted(ends, target, right=True).clamp_max(users)  # [R, step_samples]
+            before = ends.gather(1, member) - held.gather(1, member)
+            slot = (target - before).to(torch.int64).clamp(0, self.settings.recent_samples - 1)
+            rows = torch.arange(requests, device=held.device).unsqueeze(-1)  # [R, 1]
+            features = query.own["recent_features"][rows, slot]  # [R, step_samples, d]
+            rewards = query.own["recent_rewards"][rows, slot]  # [R, step_samples]
+            if users:
+                inside = member < users
+                row = member.clamp_max(users - 1)
+                features = torch.where(inside.unsqueeze(-1), features_pool[row, slot], features)
+                rewards = torch.where(inside, rewards_pool[row, slot], rewards)
+            weight = (total > 0).to(theta.dtype).expand_as(rewards) / self.settings.step_samples
+            gradient = loss_gradient(self.shape, theta, self.inputs(features), rewards, weight)
+            theta = theta - self.settings.meta_rate * gradient
+        return theta
 
 
 @final
@@ -51,13 +113,17 @@ class PooledLearner(MetaBanLearner):
             "samples": torch.zeros_like(shared["theta"][0]),
         } | self.initial_root(shared)
 
+    def prepare_epoch(self, shared: Arrays, *, as_numpy: bool = False) -> PooledEpoch:
+        return PooledEpoch(self.settings, self.shape, shared["theta"], self.moments(shared))
+
     def fit(self, shared: Arrays, batch: UserBatch, previous: Arrays) -> Arrays:
         keep = self.settings.recent_samples
         index, valid = newest(batch.valid, keep)
         real = valid.to(self.dtype)  # [B, keep]
         features = batch.features.gather(1, index.unsqueeze(-1).expand(-1, -1, self.shape.inputs))
-        x = self.inputs(shared, batch.features)
-        theta = self.adapt_users(shared["theta"], x, batch)
+        epoch = self.prepare_epoch(shared)
+        x = epoch.inputs(batch.features)
+        theta = self.adapt_users(epoch.theta, x, batch)
         return {
             "theta": theta,
             "recent_features": features * real.unsqueeze(-1),
@@ -71,72 +137,16 @@ class PooledLearner(MetaBanLearner):
 
     def derive(self, shared: State, batches: Sequence[UserBatch], epoch_events: int, total_events: int) -> State:
         derived = super().derive(shared, batches, epoch_events, total_events)
-        theta = derived["theta"].unsqueeze(0)  # [1, p]
+        epoch = self.prepare_epoch(derived)
+        theta = epoch.theta.unsqueeze(0)  # [1, p]
         for batch in batches:
-            x = self.inputs(derived, batch.features).flatten(0, 1).unsqueeze(0)  # [1, B·S, d]
+            x = epoch.inputs(batch.features).flatten(0, 1).unsqueeze(0)  # [1, B·S, d]
             valid = batch.valid.flatten().unsqueeze(0).to(self.dtype)  # [1, B·S]
             weight = valid / valid.sum().clamp_min(1)
             for _ in range(self.settings.meta_steps):
                 gradient = loss_gradient(self.shape, theta, x, batch.rewards.flatten().unsqueeze(0), weight)
                 theta = theta - self.settings.meta_rate * gradient
         return {**derived, "theta": theta.squeeze(0)}
-
-    def score_prepared(self, outline: State, pool: Arrays, query: Query) -> Scores:
-        x = self.inputs(outline, query.arms)  # [N, d]
-        request = query.request
-        mask = self.groups(pool, query, x)  # [N, P]
-        members = union_by_request(mask, request, query.requests)  # [R, P]
-        theta = self.adapt_meta(outline, pool, query, members)[request]  # [N, p]
-        mean, factors = output_factors(self.shape, theta, x)
-        sigma = (
-            posterior_deviation(self.shape, query.own, query.slates, x)
-            if self.uses_posterior_bonus
-            else factor_norm(factors)
-        )
-        group_size = (members.sum(-1) + 1)[request]  # [N]
-        notes = x.new_empty((x.shape[0], self.noted))
-        draws = self.draws(query, mean, sigma)
-        return Scores(mean, self.settings.alpha * sigma, notes, sigma, group_size.__getitem__, draws)
-
-    def members(self, near: Tensor) -> Tensor:
-        return near.any(0).expand_as(near)
-
-    def unadapted(self, outline: State) -> Tensor:
-        return outline["theta"]
-
-    def adapted(self, outline: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
-        return self.adapt_meta(outline, pool, query, members[:1]).expand(members.shape[0], -1)
-
-    def adapt_meta(self, shared: State, pool: Arrays, query: Query, members: Tensor) -> Tensor:
-        """J₂ steps of Θ on samples of each request's group; other members bool [R, P] → [R, p]."""
-        requests, users = members.shape
-        held = torch.cat(
-            [members * pool["samples"], query.own["samples"].unsqueeze(-1)], dim=1
-        )  # [R, P+1] samples available
-        ends = held.cumsum(1)
-        total = ends[:, -1:]  # [R, 1]
-        theta = shared["theta"].expand(requests, -1)
-        rewards_pool, features_pool = pool["recent_rewards"], pool["recent_features"]
-        for step in range(self.settings.meta_steps):
-            # Evenly spread places instead of random ones: the same state gives the same decision.
-            first = step * self.settings.step_samples
-            count = torch.arange(first, first + self.settings.step_samples, device=held.device, dtype=self.dtype)
-            target = (count * (GOLDEN_RATIO - 1) % 1.0) * total  # [R, step_samples]
-            member = torch.searchsorted(ends, target, right=True).clamp_max(users)  # [R, step_samples]
-            before = ends.gather(1, member) - held.gather(1, member)
-            slot = (target - before).to(torch.int64).clamp(0, self.settings.recent_samples - 1)
-            rows = torch.arange(requests, device=held.device).unsqueeze(-1)  # [R, 1]
-            features = query.own["recent_features"][rows, slot]  # [R, step_samples, d]
-            rewards = query.own["recent_rewards"][rows, slot]  # [R, step_samples]
-            if users:
-                inside = member < users
-                row = member.clamp_max(users - 1)
-                features = torch.where(inside.unsqueeze(-1), features_pool[row, slot], features)
-                rewards = torch.where(inside, rewards_pool[row, slot], rewards)
-            weight = (total > 0).to(self.dtype).expand_as(rewards) / self.settings.step_samples
-            gradient = loss_gradient(self.shape, theta, self.inputs(shared, features), rewards, weight)
-            theta = theta - self.settings.meta_rate * gradient
-        return theta
 
 
 def union_by_request(mask: Tensor, request: Tensor, requests: int) -> Tensor:

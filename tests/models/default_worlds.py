@@ -13,9 +13,9 @@ from torch import Tensor
 
 from metaban.models.default.arms import FACTORS, UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.notes import Notes
 from metaban.models.default.places import LEAST_LOOK, MOST_LOOK, PLACES
 from metaban.models.default.prior import NO_GROUP
-from metaban.models.default.samples import SLATE
 from metaban.models.features import InputParts
 from metaban.models.learner import NO_ARM_KEY, Query, Scores, State, UserBatch
 from metaban.models.numerics.slates import Slates
@@ -122,7 +122,7 @@ def random_history(
     rewards = torch.rand(samples, generator=generator, dtype=torch.float64)
     if taste is not None:
         rewards = torch.sigmoid(2 * features @ taste) * 0.9 + 0.1 * rewards
-    noted = torch.rand(samples, SLATE, generator=generator, dtype=torch.float64)
+    noted = torch.rand(samples, Notes.COUNT, generator=generator, dtype=torch.float64)
     epochs = torch.randint(4, (samples,), generator=generator).sort().values
     if learner.inputs.removes_common:
         count = torch.randint(1, OFFERED_MAX + 1, (samples, 1), generator=generator).to(torch.float64)
@@ -166,7 +166,7 @@ def users_of_related_slates(
         person = random_history(learner, samples, generator)
         effect = torch.randn(person.features.shape, generator=generator, dtype=torch.float64) * ratio.sqrt()
         person.features += effect
-        learner.slate_notes(person.phi)[:, 1:] += effect
+        Notes(person.phi).slate[:, 1:] += effect
         people.append(person)
     return people
 
@@ -438,8 +438,4 @@ def as_array(value: Tensor) -> Array:
 
 def past_arm_views(learner: PosteriorLearner, person: UserHistory) -> list[Tensor]:
     """Views of a user's past arms, to be changed in place: the arms and the means of their slates."""
-    return (
-        [person.features, learner.slate_notes(person.phi)[:, 1:]]
-        if learner.inputs.removes_common
-        else [person.features]
-    )
+    return [person.features, Notes(person.phi).slate[:, 1:]] if learner.inputs.removes_common else [person.features]

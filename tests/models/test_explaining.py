@@ -14,9 +14,9 @@ from torch import Tensor
 
 from metaban.models.default.arms import FACTORS
 from metaban.models.default.common_part import slate_summary
-from metaban.models.default.contributions import through_layers
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.scoring import trunk_prediction
+from metaban.models.default.notes import Notes
+from metaban.models.default.served_trunk import ServedTrunk
 from metaban.models.default.trunk import Trunk
 from metaban.models.explaining import Agreement, Contributions
 from metaban.models.features import InputParts
@@ -69,18 +69,18 @@ class ExplainedRequest:
 
     def __init__(self, learner: Learner, shared: Any, pool: Arrays, query: Query) -> None:
         self.learner, self.pool, self.shared = learner, pool, shared
-        self.outline = learner.prepare_epoch(shared)
-        self.query = replace(query, own=learner.prepare_users(self.outline, dict(query.own)))
+        self.epoch = learner.prepare_epoch(shared)
+        self.query = replace(query, own=self.epoch.prepare_users(dict(query.own)))
 
     def scores(self, arms: Tensor | None = None) -> Scores:
         query = self.query if arms is None else replace(self.query, arms=arms)
-        return self.learner.score_prepared(self.outline, self.pool, query)
+        return self.epoch.score(self.pool, query)
 
     def explained(self, rows: list[int], arms: Tensor | None = None) -> tuple[Agreement, Contributions]:
         query = self.query if arms is None else replace(self.query, arms=arms)
         places = torch.tensor(rows)
-        agreement = self.learner.agreement(self.outline, self.pool, query, places)
-        return agreement, self.learner.contributions(self.outline, self.pool, query, places, agreement)
+        agreement = self.epoch.agreement(self.pool, query, places)
+        return agreement, self.epoch.contributions(self.pool, query, places, agreement)
 
     def steady_mean(self, row: int, arms: Tensor) -> float:
         """An arm's mean without the memory's correction."""
@@ -137,7 +137,7 @@ def check_contributions(asked: ExplainedRequest, *, keep_mean: bool = False) -> 
     distance = arms
     if isinstance(learner, PosteriorLearner):
         slate = slate_summary(arms, asked.query.slates)
-        distance = learner.inputs.standardized(asked.outline, arms, slate) * asked.outline["scale"]
+        distance = learner.inputs.standardized(asked.shared, arms, slate) * asked.shared["scale"]
     for row in range(count):
         if keep_mean and count == 1:
             continue
@@ -219,16 +219,16 @@ class TestDefault:
     def test_blocks_are_those_of_the_definition(self) -> None:
         """shared = w₀ᵀh₀ + βᵀz, arm = b, taste = pᵀq, for a learner without a trunk and with all trust in heads."""
         asked = catalogue_request("context", ids=True, epochs=3, trust=1.0, guard=0.0)
-        inputs, outline, query = asked.learner.inputs, asked.outline, asked.query
-        z = inputs.standardized(outline, query.arms, query.arms[:, :0])
-        h = inputs.head_inputs(outline, z, torch.zeros(4, dtype=torch.float64))
-        known = outline["arms"].look_up(query.arm_keys)
+        inputs, shared, query = asked.learner.inputs, asked.shared, asked.query
+        z = inputs.standardized(shared, query.arms, query.arms[:, :0])
+        h = inputs.head_inputs(shared, z, torch.zeros(4, dtype=torch.float64))
+        known = asked.epoch.arms.look_up(query.arm_keys)
         effects, factors = known.effects, known.factors
-        wide = inputs.wide_inputs(outline, z) @ outline["arm_wide"]
+        wide = inputs.wide_inputs(shared, z) @ shared["arm_wide"]
         assert wide.abs().max() > 1e-3
         _, parts = asked.explained([0, 1, 2, 3])
-        torch.testing.assert_close(parts.shared, h @ outline["prior_mean"] + wide)
-        torch.testing.assert_close(parts.user, h @ (query.own["heads"][0, :, -1] - outline["prior_mean"]))
+        torch.testing.assert_close(parts.shared, h @ shared["prior_mean"] + wide)
+        torch.testing.assert_close(parts.user, h @ (query.own["heads"][0, :, -1] - shared["prior_mean"]))
         torch.testing.assert_close(parts.arm, effects)
         torch.testing.assert_close(parts.taste, factors @ query.own["heads"][0, -FACTORS:, -1])
 
@@ -290,8 +290,8 @@ class TestDefault:
 
     def test_looks_of_places(self) -> None:
         asked = catalogue_request("plain", ids=True, epochs=3)
-        looks = asked.learner.looks(asked.outline, torch.tensor([0, 1, 15, 99]))
-        assert looks.tolist() == asked.outline["arm_looks"][[0, 1, 15, 15]].tolist()
+        looks = asked.epoch.looks(torch.tensor([0, 1, 15, 99]))
+        assert looks.tolist() == asked.shared["arm_looks"][[0, 1, 15, 15]].tolist()
         assert looks[0] == 1
         assert 0 < looks[1] < 1, "rewards at the second place are half of those at the first"
 
@@ -313,7 +313,7 @@ class TestDefault:
         asked = catalogue_request(world, ids=True, epochs=3, dtype=dtype)
         learner, shared, rows = asked.learner, asked.shared, [2, 0]
         agreement, parts = asked.explained(rows)
-        outline, query = learner.prepare_epoch(shared, as_numpy=True), asked.query
+        epoch, query = learner.prepare_epoch(shared, as_numpy=True), asked.query
         plain = replace(
             query,
             arms=query.arms.numpy(),
@@ -322,13 +322,13 @@ class TestDefault:
             arm_keys=query.arm_keys.numpy(),
         )
         pool, places = as_arrays(asked.pool), np.array(rows)
-        agreed = learner.agreement(outline, pool, plain, places)
-        found = learner.contributions(outline, pool, plain, places, agreed)
+        agreed = epoch.agreement(pool, plain, places)
+        found = epoch.contributions(pool, plain, places, agreed)
         close = {"rtol": 1e-8 if dtype == torch.float64 else 1e-3, "atol": 1e-8 if dtype == torch.float64 else 1e-4}
         for name in ("prediction", "threshold", "predictions"):
             np.testing.assert_allclose(getattr(agreed, name), getattr(agreement, name).numpy(), **close)
         assert (agreed.members == agreement.members.numpy()).all()
-        assert agreed.group_size.tolist() == learner.score_prepared(outline, pool, plain).group_size[places].tolist()
+        assert agreed.group_size.tolist() == epoch.score(pool, plain).group_size[places].tolist()
         for name in (each.name for each in fields(Contributions)):
             value = getattr(found, name)
             assert value.dtype == np.float64
@@ -381,7 +381,7 @@ def catalogue_request(
         noise = 0.3 * torch.randn(samples, generator=generator, dtype=torch.float64)
         person.rewards = earned * torch.where(places == 0, 1.0, 0.5) + noise
         if learner.inputs.removes_common:
-            learner.slate_notes(person.phi)[:, 1:] = person.features
+            Notes(person.phi).slate[:, 1:] = person.features
         people.append(person)
         shown.append(arms)
     chosen = torch.stack(shown)
@@ -428,9 +428,9 @@ class TestPaper:
         _, parts = asked.explained([0, 1, 2, 3])
         assert (parts.user != 0).any()
         theta, x = asked.shared["theta0" if preset == "paper" else "theta"], asked.query.arms
-        shared = forward(asked.learner.shape, theta[None], asked.learner.inputs(asked.shared, x)[None])[0]
+        shared = forward(asked.learner.shape, theta[None], asked.epoch.inputs(x)[None])[0]
         torch.testing.assert_close(parts.shared, shared)
-        assert asked.learner.looks(asked.outline, torch.tensor([0, 5])).tolist() == [1, 1]
+        assert asked.epoch.looks(torch.tensor([0, 5])).tolist() == [1, 1]
 
     @pytest.mark.parametrize("preset", ["paper", "pooled"])
     def test_gradients_of_inputs_that_are_not_scaled(self, preset: str) -> None:
@@ -440,7 +440,7 @@ class TestPaper:
     def test_a_column_at_its_mean_contributes_nothing(self, preset: str) -> None:
         asked = neural_request(preset)
         arms = asked.query.arms.clone()
-        arms[:, 1] = asked.outline["mean"][1]
+        arms[:, 1] = asked.shared["mean"][1]
         _, parts = asked.explained([0, 1, 2, 3], arms)
         assert (parts.columns[:, 1] == 0).all()
         assert (parts.columns[:, 0] != 0).all()
@@ -449,7 +449,7 @@ class TestPaper:
     def test_in_chunks(self, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = neural_request(preset)
         _, whole = asked.explained([0, 1, 2, 3])
-        monkeypatch.setattr("metaban.models.metaban.paper.ADAPTED_NUMBERS_MAX", asked.learner.shape.parameters)
+        monkeypatch.setattr("metaban.models.metaban.served_epoch.ADAPTED_NUMBERS_MAX", asked.learner.shape.parameters)
         _, parts = asked.explained([0, 1, 2, 3])
         torch.testing.assert_close(parts.columns, whole.columns)
 
@@ -467,8 +467,8 @@ def check_terms(asked: ExplainedRequest) -> None:
     assert isinstance(learner, MetaBanLearner)
     agreement, parts = asked.explained([*range(count)])
     torch.testing.assert_close(parts.rest(asked.scores().mean), torch.zeros(count, dtype=torch.float64))
-    x = learner.inputs(asked.outline, asked.query.arms).requires_grad_()
-    theta = learner.adapted(asked.outline, asked.pool, asked.query, agreement.members)
+    x = asked.epoch.inputs(asked.query.arms).requires_grad_()
+    theta = asked.epoch.adapted(asked.pool, asked.query, agreement.members)
     forward(learner.shape, theta, x.unsqueeze(1)).sum().backward()
     torch.testing.assert_close(parts.columns, x.grad * x.detach())
 
@@ -515,5 +515,5 @@ def test_gradients_through_a_trunk_equal_autograd() -> None:
     *between, (last, level) = rest
     turned = [(first.flatten(0, 1).mT, offset.flatten())]
     turned += [*((weight.mT, each.flatten()) for weight, each in between), (last.flatten(), level.sum())]
-    torch.testing.assert_close(through_layers(turned, x.detach()), x.grad)
-    torch.testing.assert_close(trunk_prediction(turned, x.detach()), hidden.detach().sum(0).squeeze(-1))
+    torch.testing.assert_close(ServedTrunk(turned, None).gradient(x.detach()), x.grad)
+    torch.testing.assert_close(ServedTrunk(turned, None).predict(x.detach()), hidden.detach().sum(0).squeeze(-1))

@@ -30,7 +30,7 @@ from metaban.models.bayes.laplace import (
 )
 from metaban.models.features import InputParts
 from metaban.models.learner import Learner, Query, State, UserBatch
-from metaban.models.metaban.paper import relative_groups
+from metaban.models.metaban.served_epoch import relative_groups
 from metaban.models.numerics.bias_free_net import Shape, gradient_distance, gradient_norm
 from metaban.models.numerics.dense_net import NetShape
 from metaban.models.numerics.slates import Slates
@@ -255,19 +255,19 @@ def scoring_stays_on_the_gpu(learner: Learner, shared: State, pool: State, own: 
 def test_explaining_stays_on_the_gpu(chosen: LearnerSettings) -> None:
     learner = build_learner(chosen, INPUTS)
     shared = moved(learner.initial_shared())
-    outline = learner.prepare_epoch(shared)
+    epoch = learner.prepare_epoch(shared)
     own = {name: value[:1].clone() for name, value in fitted(learner, shared, 1).items()}
     asked = Query(
         arms=torch.zeros(4, INPUTS, device=CUDA),
         slates=Slates([4]),
-        own=learner.prepare_users(outline, own),
+        own=epoch.prepare_users(own),
         own_row=torch.tensor([0], device=CUDA),
         own_events=torch.tensor([1], device=CUDA),
         arm_keys=torch.zeros(4, dtype=torch.int64, device=CUDA),
     )
     pool, rows = fitted(learner, shared, USERS), torch.tensor([2, 0], device=CUDA)
-    agreement = learner.agreement(outline, pool, asked, rows)
-    parts = learner.contributions(outline, pool, asked, rows, agreement)
+    agreement = epoch.agreement(pool, asked, rows)
+    parts = epoch.contributions(pool, asked, rows, agreement)
     on_gpu(agreement.prediction, agreement.threshold, agreement.predictions, agreement.members, agreement.group_size)
     on_gpu(parts.columns, parts.intercept, parts.memory, parts.rest(agreement.prediction))
     assert parts.columns.shape == (2, INPUTS)

@@ -110,9 +110,9 @@ def test_choices_follow_the_logged_propensities() -> None:
     """Over many decisions of one user on the same arms, each with its own draws."""
     learner = PosteriorLearner(small(), 3)
     shared = grouped_epoch(learner, kinds(learner, 8, 6, generator_of(3)))
-    outline = learner.prepare_epoch(shared)
+    epoch = learner.prepare_epoch(shared)
     initial_user = {name: value.unsqueeze(0) for name, value in learner.initial_user(shared).items()}
-    brief = learner.prepare_draws(learner.prepare_users(outline, initial_user))
+    brief = epoch.prepare_draws(epoch.prepare_users(initial_user))
     pool, arms = fitted(learner, shared, []), torch.randn(4, 3, generator=generator_of(4))
     policy, rounds = Thompson(16, 1.0), 3_000
     # In one micro-batch: each decision gets what it would get alone.
@@ -124,7 +124,7 @@ def test_choices_follow_the_logged_propensities() -> None:
         own_events=torch.zeros(rounds, dtype=torch.int64),
         draws=Draws(16, [draws_seed(9, f"d{number}") for number in range(rounds)]),
     )
-    scores = learner.score_prepared(outline, pool, query)
+    scores = epoch.score(pool, query)
     assert scores.draws is not None
     mean, drawn = scores.mean.double().numpy().reshape(rounds, 4), scores.draws.double().numpy().reshape(rounds, 4, 16)
     propensities = np.stack([chances(policy, each, one) for each, one in zip(drawn, mean, strict=True)])

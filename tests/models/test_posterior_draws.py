@@ -11,6 +11,7 @@ import torch
 
 from metaban.models.default.arms import ArmEffects
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.notes import Notes
 from metaban.models.learner import Query
 from metaban.models.numerics.arrays import as_arrays
 from metaban.models.numerics.slates import Slates
@@ -26,11 +27,11 @@ SEEDS = (11, 22, 33, 44)
 
 def drawn(learner: PosteriorLearner, scene: Scene, count: int) -> tuple[np.ndarray, Any, Query]:
     """Draws [N, M] of a scene in numpy, their scores, and the query."""
-    outline = learner.prepare_epoch(scene.shared, as_numpy=True)
+    epoch = learner.prepare_epoch(scene.shared, as_numpy=True)
     asked = query_of(scene, learner, scene.shared)
-    brief = learner.prepare_draws(learner.prepare_users(outline, as_arrays(asked.own)))
+    brief = epoch.prepare_draws(epoch.prepare_users(as_arrays(asked.own)))
     query = replace(query_in_numpy(asked, brief), draws=Draws(count, SEEDS))
-    scores = learner.score_prepared(outline, as_arrays(fitted(learner, scene.shared, scene.pool)), query)
+    scores = epoch.score(as_arrays(fitted(learner, scene.shared, scene.pool)), query)
     assert scores.draws is not None
     return scores.draws, scores, query
 
@@ -38,15 +39,15 @@ def drawn(learner: PosteriorLearner, scene: Scene, count: int) -> tuple[np.ndarr
 def dense_covariances(learner: PosteriorLearner, scene: Scene) -> list[np.ndarray]:
     """Covariance [k, k] of the arm values of each request, arm by arm: hᵀPh′, plus the memory's remaining variance on
     the diagonal."""
-    outline = learner.prepare_epoch(scene.shared)
+    epoch = learner.prepare_epoch(scene.shared)
     query = query_of(scene, learner, scene.shared)
-    own, start, found = learner.prepare_users(outline, query.own), 0, []
+    own, start, found = epoch.prepare_users(query.own), 0, []
     scores = learner.score(scene.shared, fitted(learner, scene.shared, scene.pool), query)
     for row, size in enumerate(query.slates.sizes):
         part = slice(start, start + size)
-        z = learner.inputs.standardized(outline, query.arms[part], learner.slate_notes(scores.phi[part]))
+        z = learner.inputs.standardized(scene.shared, query.arms[part], Notes(scores.phi[part]).slate)
         _, _, factors = ArmEffects.stored(scene.shared).of(query.arm_keys[part])
-        h = learner.inputs.head_inputs(outline, z, scores.phi[part, 0], factors).double().numpy()
+        h = learner.inputs.head_inputs(scene.shared, z, scores.phi[part, 0], factors).double().numpy()
         covariance = own["covariance"][row].double().numpy()
         each = np.array([[float(one @ covariance @ other) for other in h] for one in h])
         np.fill_diagonal(each, scores.sigma[part].double().numpy() ** 2)
@@ -84,12 +85,12 @@ def test_a_common_intercept_cancels() -> None:
     covariance[0, 0] = 1e4
 
     def draws_with(extra: torch.Tensor) -> np.ndarray:
-        outline = learner.prepare_epoch(scene.shared, as_numpy=True)
+        epoch = learner.prepare_epoch(scene.shared, as_numpy=True)
         asked = query_of(scene, learner, scene.shared)
-        brief = dict(learner.prepare_users(outline, as_arrays(asked.own)))
+        brief = dict(epoch.prepare_users(as_arrays(asked.own)))
         brief["covariance"] = 1e-12 * brief["covariance"] + extra.numpy()
-        posed = replace(query_in_numpy(asked, learner.prepare_draws(brief)), draws=Draws(500, SEEDS))
-        found: np.ndarray = learner.score_prepared(outline, as_arrays(fitted(learner, scene.shared, [])), posed).draws
+        posed = replace(query_in_numpy(asked, epoch.prepare_draws(brief)), draws=Draws(500, SEEDS))
+        found: np.ndarray = epoch.score(as_arrays(fitted(learner, scene.shared, [])), posed).draws
         return found
 
     draws = draws_with(covariance)
@@ -118,7 +119,7 @@ def test_batched_requests_get_the_draws_of_single_requests(changes: dict[str, An
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
     scene = scene_of(learner)
     together, _, query = drawn(learner, scene, 24)
-    outline, pool = learner.prepare_epoch(scene.shared, as_numpy=True), fitted(learner, scene.shared, scene.pool)
+    epoch, pool = learner.prepare_epoch(scene.shared, as_numpy=True), fitted(learner, scene.shared, scene.pool)
     end = 0
     for row, size in enumerate(query.slates.sizes):
         part, end, asker = slice(end, end + size), end + size, slice(row, row + 1)
@@ -131,7 +132,7 @@ def test_batched_requests_get_the_draws_of_single_requests(changes: dict[str, An
             arm_keys=query.arm_keys[part],
             draws=Draws(16, SEEDS[row : row + 1]),
         )
-        scores = learner.score_prepared(outline, as_arrays(pool), alone)
+        scores = epoch.score(as_arrays(pool), alone)
         np.testing.assert_allclose(scores.draws, together[part, :16], rtol=1e-9, atol=1e-9)
     assert end == len(together)
 
@@ -140,8 +141,8 @@ def test_draws_do_not_change_scores() -> None:
     learner = PosteriorLearner(small(), 3)
     scene = scene_of(learner)
     _, scores, query = drawn(learner, scene, 8)
-    outline, pool = learner.prepare_epoch(scene.shared, as_numpy=True), fitted(learner, scene.shared, scene.pool)
-    plain = learner.score_prepared(outline, as_arrays(pool), replace(query, draws=None))
+    epoch, pool = learner.prepare_epoch(scene.shared, as_numpy=True), fitted(learner, scene.shared, scene.pool)
+    plain = epoch.score(as_arrays(pool), replace(query, draws=None))
     assert plain.draws is None
     for name in ("mean", "bonus", "group_size", "phi", "sigma"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(scores, name))

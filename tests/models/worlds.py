@@ -246,8 +246,8 @@ def play_fast(world: World, dtype: torch.dtype) -> FastResult:
     states = fitted_states(world, learner, shared)
     pool = pool_of(world, learner, shared, states)
     query = query_of(world, learner, states)
-    scores = learner.score(shared, pool, query)
-    others = learner.groups(pool, query, learner.inputs(shared, query.arms))
+    scores, epoch = learner.score(shared, pool, query), learner.prepare_epoch(shared)
+    others = epoch.groups(pool, query, epoch.inputs(query.arms))
     return FastResult(learner, shared, states, pool, query, scores, others)
 
 

@@ -120,9 +120,9 @@ class Explainer:
         view = model.view(asked)
         places = model.to_learner(rows)
         with model.computing():
-            agreement = model.learner.agreement(view.outline, view.pool, view.query, places)
-            contributions = model.learner.contributions(view.outline, view.pool, view.query, places, agreement)
-            looks = model.learner.looks(view.outline, model.to_learner(np.arange(rows.shape[0])))
+            agreement = view.epoch.agreement(view.pool, view.query, places)
+            contributions = view.epoch.contributions(view.pool, view.query, places, agreement)
+            looks = view.epoch.looks(model.to_learner(np.arange(rows.shape[0])))
         members = model.to_numpy(agreement.members, np.bool_)
         own = model.to_numpy(agreement.prediction, np.float64)
         # Users who are not members may predict anything, even numbers that are not finite.
@@ -197,9 +197,7 @@ class Explainer:
         model = self._model
         view = model.view(asked)
         with model.computing():
-            agreement = model.learner.agreement(
-                view.outline, view.pool, view.query, model.to_learner(np.zeros(1, dtype=np.int64))
-            )
+            agreement = view.epoch.agreement(view.pool, view.query, model.to_learner(np.zeros(1, dtype=np.int64)))
         own, members = float(agreement.prediction[0]), model.to_numpy(agreement.members, np.bool_)[0]
         near = np.flatnonzero(members)
         predictions = model.to_numpy(agreement.predictions, np.float64)[0][near]

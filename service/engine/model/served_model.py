@@ -56,7 +56,7 @@ class ServedModel:
         self._in_numpy = learner.supports_numpy and device.type == "cpu"
         self._kind = numpy_kind(learner.dtype)
         self._new_user = self._plain(learner.initial_user(self._shared))
-        self._outline = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
+        self._epoch = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
         #: Number of clusters that the users form in the epoch.
         self.clusters = learner.clusters(self._shared)
         self._members: frozenset[str] = frozenset()
@@ -129,7 +129,7 @@ class ServedModel:
         """Score with this learner from now on. It must interpret the held states as the previous one did."""
         self.learner = learner
         self._new_user = self._plain(learner.initial_user(self._shared))
-        self._outline = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
+        self._epoch = learner.prepare_epoch(self._shared, as_numpy=self._in_numpy)
         self.clusters = learner.clusters(self._shared)
         self._with_draws, self._draws_wanted = self._draws_wanted, False
         self._expire_briefs()
@@ -237,7 +237,7 @@ class ServedModel:
     def _score_all(self, requests: Sequence[ScoreRequest]) -> tuple[Scores, list[ArmScores]]:
         """The learner's scores of all arms, and those of each request."""
         query, versions = self._query(requests)
-        scores = self.learner.score_prepared(self._outline, self._pool.view(), query)
+        scores = self._epoch.score(self._pool.view(), query)
         mean, bonus = self.to_numpy(scores.mean, np.float64), self.to_numpy(scores.bonus, np.float64)
         phi, sigma = self.to_numpy(scores.phi, np.float32), self.to_numpy(scores.sigma, np.float32)
         drawn = None if scores.draws is None else self.to_numpy(scores.draws, np.float64)
@@ -262,7 +262,7 @@ class ServedModel:
         """The learner's arguments for a request, for questions beyond scores."""
         query, [version] = self._query([request])
         pool = self._pool
-        return ModelView(self._outline, pool.view(), query, version, pool.users, request.user_id in pool)
+        return ModelView(self._epoch, pool.view(), query, version, pool.users, request.user_id in pool)
 
     def _query(self, requests: Sequence[ScoreRequest]) -> tuple[Query, list[StateVersion]]:
         """Requests as one query, and the version of each asking user's state."""
@@ -365,8 +365,8 @@ class ServedModel:
 
     def _briefed(self, states: Arrays) -> Arrays:
         with self.computing():
-            brief = self.learner.prepare_users(self._outline, states)
-            return self.learner.prepare_draws(brief) if self._with_draws else brief
+            brief = self._epoch.prepare_users(states)
+            return self._epoch.prepare_draws(brief) if self._with_draws else brief
 
     def computing(self) -> AbstractContextManager[None]:
         """Context of learner calls: no gradients in torch; no overflow warnings in numpy, since results are checked."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from metaban.models.learner import Query
+from metaban.models.learner import Query, ServedEpoch
 from metaban.models.numerics.arrays import Arrays
 from metaban.models.policies import Slate
 from metaban.store.users.records import UserState
@@ -113,9 +113,9 @@ class Chosen:
 @final
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The arguments of the learner for one request; valid until the model changes."""
+    """An epoch and its arguments for one request; valid until the model changes."""
 
-    outline: Any
+    epoch: ServedEpoch
     pool: Arrays
     query: Query
     version: StateVersion

@@ -41,7 +41,7 @@ from metaban.bench.serving.roofline import Machine, bound_of, bytes_a_user, deci
 from metaban.bench.worlds.environments import SyntheticGroups
 from metaban.models.default.arms import FACTORS
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import ALONE, TOGETHER
+from metaban.models.default.notes import Notes
 from metaban.models.features import assemble
 from metaban.models.numerics.hardware import one_thread
 from metaban.models.settings import PosteriorSettings
@@ -199,7 +199,7 @@ def test_users_are_held_in_the_pool_and_as_guests() -> None:
     pooled, guest, stranger = served.score([ScoreRequest(user, inputs) for user in ("user-7", "user-1007", "nobody")])
     assert guest.mean.tolist() == pytest.approx(pooled.mean.tolist(), abs=1e-6)  # a copy of the same user
     assert stranger.mean.tolist() != pytest.approx(pooled.mean.tolist(), abs=1e-6)
-    assert (pooled.phi[:, ALONE] != pooled.phi[:, TOGETHER]).any()  # the epoch has groups
+    assert (Notes(pooled.phi).alone != Notes(pooled.phi).together).any()  # the epoch has groups
     assert (pooled.user_events, guest.user_events, stranger.user_events) == (8, 8, 0)
 
 

@@ -25,8 +25,10 @@ from metaban.models.default.arms import (
     ArmLookup,
     ArmPosteriors,
     ArmSamples,
+    SharedEffects,
+    SharedTerms,
     arms_by_samples,
-    derive_arms,
+    derive_effects,
     with_tastes,
 )
 from metaban.models.default.places import LEAST_LOOK, LOOK_EVIDENCE, MOST_LOOK, PLACES, looks_at
@@ -78,8 +80,8 @@ def prior_of(seed: int = 0) -> Prior:
     )
 
 
-def arms_of(keys: Tensor, seed: int = 0, wide: int = 0) -> ArmEffects:
-    """Random posteriors of these arms."""
+def effects_of(keys: Tensor, seed: int = 0, wide: int = 0) -> SharedEffects:
+    """Random posteriors of these arms, and of shared terms."""
     random, count = np.random.default_rng(seed), keys.shape[0]
     looks = 0.3 + random.random(PLACES)
     looks[0] = 1
@@ -89,11 +91,10 @@ def arms_of(keys: Tensor, seed: int = 0, wide: int = 0) -> ArmEffects:
         "factors": random.normal(size=(count, FACTORS)),
         "effect_spread": np.array(0.4),
         "factor_spread": 0.1 + random.random(FACTORS),
-        "looks": looks,
-        "wide": random.normal(size=wide),
-        "wide_spread": 0.1 + random.random(wide),
     }
-    return ArmEffects(keys=keys, **{name: torch.from_numpy(value) for name, value in given.items()})
+    arms = ArmEffects(keys=keys, **{name: torch.from_numpy(value) for name, value in given.items()})
+    terms = SharedTerms(torch.from_numpy(random.normal(size=wide)), torch.from_numpy(0.1 + random.random(wide)))
+    return SharedEffects(arms, terms, torch.from_numpy(looks))
 
 
 def real_samples(batch: ArmSamples) -> list[tuple[int, int]]:
@@ -130,7 +131,7 @@ class TestTable:
     @pytest.mark.parametrize("library", ["torch", "numpy", "served"])
     def test_lookup_equals_a_dictionary(self, library: str) -> None:
         keys = torch.tensor([3, 7, 20, UNUSED_KEY, UNUSED_KEY])
-        arms = arms_of(keys)
+        arms = effects_of(keys).arms
         known = {int(key): row for row, key in enumerate(keys) if key != UNUSED_KEY}
         asked = torch.tensor([[3, 20, NO_ARM_KEY], [7, 4, UNUSED_KEY - 1], [2**62, 20, 1]])
         shared = {name: value.numpy() for name, value in arms.state().items()}
@@ -155,16 +156,16 @@ class TestTable:
             np.testing.assert_array_equal(factors[place], np.zeros(FACTORS) if row is None else arms.factors[row])
 
     def test_served_without_unused_rows(self) -> None:
-        initial = ArmEffects.initial(torch.tensor(0.1, dtype=torch.float64), 2)
-        for arms, keys in ((arms_of(torch.tensor([3, 7])), [3, 7]), (initial, [])):
+        initial = ArmEffects.initial(torch.tensor(0.1, dtype=torch.float64))
+        for arms, keys in ((effects_of(torch.tensor([3, 7])).arms, [3, 7]), (initial, [])):
             shared = {name: value.numpy() for name, value in arms.state().items()}
             table = ArmLookup.of(ArmEffects.stored(shared), shared["arm_effects"])
             assert table.keys.tolist() == [NO_ARM_KEY, *keys, UNUSED_KEY]
 
     def test_a_new_table_keeps_what_is_known(self) -> None:
-        before = arms_of(torch.tensor([10, 20, 30, UNUSED_KEY]))
-        keys = torch.tensor([20, 40, UNUSED_KEY])
-        started = ArmPosteriors([samples_of(0, 2, 3)], keys).start(before)
+        given = effects_of(torch.tensor([10, 20, 30, UNUSED_KEY]))
+        keys, before = torch.tensor([20, 40, UNUSED_KEY]), given.arms
+        started = ArmPosteriors([samples_of(0, 2, 3)], keys).start(given).arms
         assert torch.equal(started.keys, keys)
         assert started.effects[:2].tolist() == [before.effects[1], 0]
         assert started.variances[:2].tolist() == [before.variances[1], before.effect_spread]
@@ -184,7 +185,7 @@ class Round:
 
     batches: list[ArmSamples]
     prior: Prior
-    arms: ArmEffects
+    effects: SharedEffects
     means: list[Tensor]
     spreads: list[Tensor]
 
@@ -196,15 +197,17 @@ class Round:
         random, size = np.random.default_rng(seed), INPUTS + FACTORS
         means = [torch.from_numpy(random.normal(size=(len(batch.rewards), size))) for batch in batches]
         roots = [torch.from_numpy(random.normal(size=(len(batch.rewards), size, size))) for batch in batches]
-        return cls(batches, prior_of(seed), arms_of(keys, seed, wide), means, [root @ root.mT / 10 for root in roots])
+        return cls(
+            batches, prior_of(seed), effects_of(keys, seed, wide), means, [root @ root.mT / 10 for root in roots]
+        )
 
     @property
     def posteriors(self) -> ArmPosteriors:
-        return ArmPosteriors(self.batches, self.arms.keys)
+        return ArmPosteriors(self.batches, self.effects.arms.keys)
 
     @property
     def used(self) -> list[int]:
-        return [int(key) for key in self.arms.keys if key != UNUSED_KEY]
+        return [int(key) for key in self.effects.arms.keys if key != UNUSED_KEY]
 
     def samples(self) -> list[PlainSample]:
         """All samples that count, with what belongs to them."""
@@ -213,7 +216,7 @@ class Round:
             for user, place in real_samples(batch):
                 key = int(batch.keys[user, place])
                 row = self.used.index(key) if key in self.used else None
-                look = float(self.arms.looks[min(int(batch.places[user, place]), PLACES - 1)])
+                look = float(self.effects.looks[min(int(batch.places[user, place]), PLACES - 1)])
                 found.append(
                     PlainSample(
                         x=batch.inputs[user, place].numpy(),
@@ -223,8 +226,8 @@ class Round:
                         place=int(batch.places[user, place]),
                         look=look,
                         row=row,
-                        q=np.zeros(FACTORS) if row is None else self.arms.factors[row].numpy(),
-                        b=0.0 if row is None else float(self.arms.effects[row]),
+                        q=np.zeros(FACTORS) if row is None else self.effects.arms.factors[row].numpy(),
+                        b=0.0 if row is None else float(self.effects.arms.effects[row]),
                         mean=means[user].numpy(),
                         spread=spreads[user].numpy(),
                     )
@@ -255,8 +258,8 @@ class TestSteps:
         now = Round.random(seed, wide)
         prior, noise, count = now.prior, float(now.prior.noise), len(now.used)
         size = INPUTS + wide + count
-        ridge = np.full(size, 1 / float(now.arms.effect_spread))
-        ridge[:INPUTS], ridge[INPUTS : INPUTS + wide] = RIDGE_EVENTS / noise, 1 / now.arms.wide_spread
+        ridge = np.full(size, 1 / float(now.effects.arms.effect_spread))
+        ridge[:INPUTS], ridge[INPUTS : INPUTS + wide] = RIDGE_EVENTS / noise, 1 / now.effects.terms.spread
         ridge[0] = RIDGE_CONSTANT_EVENTS / noise
         precision, moment = np.diag(ridge), np.zeros(size)
         for sample in now.samples():
@@ -271,10 +274,11 @@ class TestSteps:
             moment += sample.weight / noise * sample.look * columns * left
         covariance = np.linalg.inv(precision)
         expected, variances = covariance @ moment, np.diag(covariance)
-        after, arms = now.posteriors.effects_step(prior, now.arms, now.means)
+        after, found = now.posteriors.effects_step(prior, now.effects, now.means)
+        arms = found.arms
         np.testing.assert_allclose(after.mean[:INPUTS], expected[:INPUTS], atol=1e-9)
         assert torch.equal(after.mean[INPUTS:], prior.mean[INPUTS:])
-        np.testing.assert_allclose(arms.wide, expected[INPUTS : INPUTS + wide], atol=1e-9)
+        np.testing.assert_allclose(found.terms.coefficients, expected[INPUTS : INPUTS + wide], atol=1e-9)
         effects, uncertain = expected[INPUTS + wide :], variances[INPUTS + wide :]
         np.testing.assert_allclose(arms.effects[:count], effects, atol=1e-9)
         np.testing.assert_allclose(arms.variances[:count], uncertain, atol=1e-9)
@@ -285,19 +289,19 @@ class TestSteps:
         squares = (expected**2 + variances)[INPUTS : INPUTS + wide]
         together = (squares.sum() + FIRST_ARMS * FIRST_WIDE * noise) / (wide + FIRST_ARMS)
         own = (squares + TERMS_TOGETHER * together) / (1 + TERMS_TOGETHER)
-        np.testing.assert_allclose(arms.wide_spread, own, rtol=1e-9)
-        assert torch.equal(arms.looks, now.arms.looks)
-        assert torch.equal(arms.factors, now.arms.factors)
+        np.testing.assert_allclose(found.terms.spread, own, rtol=1e-9)
+        assert torch.equal(found.looks, now.effects.looks)
+        assert torch.equal(arms.factors, now.effects.arms.factors)
 
     @pytest.mark.parametrize("seed", range(3))
     def test_factors_minimise_the_expected_error(self, seed: int) -> None:
         """Arm by arm, with the expectation over uncertain heads [w, p]: E[ppᵀ] q = E[p·(y − xᵀw)]."""
         now = Round.random(seed)
         noise = float(now.prior.noise)
-        found = now.posteriors.factors_step(now.prior, now.arms, now.means, now.spreads)
+        found = now.posteriors.factors_step(now.prior, now.effects, now.means, now.spreads).arms
         squares = np.zeros(FACTORS)
         for row in range(len(now.used)):
-            precision, moment = np.diag(1 / now.arms.factor_spread.numpy()), np.zeros(FACTORS)
+            precision, moment = np.diag(1 / now.effects.arms.factor_spread.numpy()), np.zeros(FACTORS)
             for sample in now.samples():
                 if sample.row != row:
                     continue
@@ -313,10 +317,10 @@ class TestSteps:
 
     def test_factors_that_are_zero_stay_so_until_they_are_sought(self) -> None:
         now = Round.random(1)
-        factors = now.arms.factors.clone()
+        factors = now.effects.arms.factors.clone()
         factors[:, 2] = 0
-        arms = replace(now.arms, factors=factors)
-        found = now.posteriors.factors_step(now.prior, arms, now.means, now.spreads)
+        given = replace(now.effects, arms=replace(now.effects.arms, factors=factors))
+        found = now.posteriors.factors_step(now.prior, given, now.means, now.spreads).arms
         assert not found.factors[:, 2].any()
         assert (found.factors[:4, [0, 1, 3]] != 0).all()
 
@@ -327,34 +331,34 @@ class TestSteps:
         now = Round.random(seed, wide)
         for means in now.means:
             means[:, 0] += 3  # predictions are positive, as looks are
-        earned, seen = LOOK_EVIDENCE * now.arms.looks.numpy(), np.full(PLACES, LOOK_EVIDENCE)
+        earned, seen = LOOK_EVIDENCE * now.effects.looks.numpy(), np.full(PLACES, LOOK_EVIDENCE)
         counted = np.zeros(PLACES)
-        variances = [*now.arms.variances.tolist()]
+        variances = [*now.effects.arms.variances.tolist()]
         for sample in now.samples():
             h = np.concatenate([sample.x, sample.q])
-            predicted = h @ sample.mean + sample.b + sample.wide @ now.arms.wide.numpy()
+            predicted = h @ sample.mean + sample.b + sample.wide @ now.effects.terms.coefficients.numpy()
             variance = h @ sample.spread @ h
-            variance += float(now.arms.effect_spread) if sample.row is None else variances[sample.row]
+            variance += float(now.effects.arms.effect_spread) if sample.row is None else variances[sample.row]
             earned[sample.place] += sample.weight * sample.reward * predicted
             seen[sample.place] += sample.weight * (predicted**2 + variance)
             counted[sample.place] += 1
         looks = earned / seen
         expected = np.clip(looks / max(looks[0], LEAST_LOOK), LEAST_LOOK, MOST_LOOK)
-        found = now.posteriors.looks_step(now.arms, now.means, now.spreads)
+        found = now.posteriors.looks_step(now.effects, now.means, now.spreads)
         assert 0 < (counted > 0).sum() < PLACES
         assert ((expected > LEAST_LOOK) & (expected < MOST_LOOK))[counted > 0].sum() > 2, "few are limited"
         np.testing.assert_allclose(found.looks[counted > 0], expected[counted > 0], rtol=1e-9)
-        np.testing.assert_array_equal(found.looks[counted == 0], now.arms.looks[counted == 0])
+        np.testing.assert_array_equal(found.looks[counted == 0], now.effects.looks[counted == 0])
 
     def test_places_share_the_last_looks(self) -> None:
         now = Round.random(2)
         late = [replace(batch, places=batch.places + PLACES - 1) for batch in now.batches]
         last = [replace(batch, places=0 * batch.places + PLACES - 1) for batch in now.batches]
         one, other = (replace(now, batches=batches) for batches in (late, last))
-        first = one.posteriors.looks_step(now.arms, now.means, now.spreads)
-        second = other.posteriors.looks_step(now.arms, now.means, now.spreads)
+        first = one.posteriors.looks_step(now.effects, now.means, now.spreads)
+        second = other.posteriors.looks_step(now.effects, now.means, now.spreads)
         assert torch.equal(first.looks, second.looks)
-        assert torch.equal(first.looks[:-1], now.arms.looks[:-1])
+        assert torch.equal(first.looks[:-1], now.effects.looks[:-1])
 
 
 def test_tastes_have_no_scale_of_their_own() -> None:
@@ -409,67 +413,67 @@ def world_of(
     return World(drawn(), drawn(), b, looks, noise)
 
 
-def nothing_known(wide: int = 0) -> tuple[Prior, ArmEffects]:
+def nothing_known(wide: int = 0) -> tuple[Prior, SharedEffects]:
     prior = with_tastes(Prior.initial(INPUTS + FACTORS))
-    return prior, ArmEffects.initial(prior.noise, wide)
+    return prior, SharedEffects.initial(prior.noise, wide)
 
 
-def learned(batches: list[ArmSamples], epochs: int = 8, *, seek: bool = False) -> tuple[Prior, ArmEffects]:
+def learned(batches: list[ArmSamples], epochs: int = 8, *, seek: bool = False) -> tuple[Prior, SharedEffects]:
     """After some epochs; factors are sought in the first and in the fourth."""
-    prior, arms = nothing_known(batches[0].wide.shape[-1])
+    prior, effects = nothing_known(batches[0].wide.shape[-1])
     users = torch.ones(sum(len(batch.rewards) for batch in batches), dtype=torch.float64)
     for epoch in range(epochs):
-        prior, arms = derive_arms(
-            prior, arms, batches, users, seek=seek and epoch % 3 == 0, generator=generator_of(epoch)
+        prior, effects = derive_effects(
+            prior, effects, batches, users, seek=seek and epoch % 3 == 0, generator=generator_of(epoch)
         )
-    return prior, arms
+    return prior, effects
 
 
-def held_out_error(world: World, prior: Prior, arms: ArmEffects) -> float:
+def held_out_error(world: World, prior: Prior, effects: SharedEffects) -> float:
     """Mean squared error on other samples of the same users."""
-    known = ArmPosteriors([world.samples], arms.keys)
-    statistics = known.statistics(arms)
+    known = ArmPosteriors([world.samples], effects.arms.keys)
+    statistics = known.statistics(effects)
     heads = prior.posterior_mean(statistics.gram, statistics.moment)
-    effects, _, factors = arms.of(world.held_out.keys)
+    b, _, factors = effects.arms.of(world.held_out.keys)
     h = torch.cat([world.held_out.inputs, factors], dim=-1)
-    predicted = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects
-    missed = world.held_out.rewards - looks_at(arms.looks, world.held_out.places) * predicted
+    predicted = (h @ heads.unsqueeze(-1)).squeeze(-1) + b
+    missed = world.held_out.rewards - looks_at(effects.looks, world.held_out.places) * predicted
     return float(missed.square().mean())
 
 
 class TestLearning:
     def test_effects_and_looks_are_found(self) -> None:
         world = world_of(effect=0.3)
-        prior, arms = learned([world.samples])
-        found = arms.effects[: len(world.effects)].numpy()
+        prior, effects = learned([world.samples])
+        found = effects.arms.effects[: len(world.effects)].numpy()
         # μ takes the mean of all effects.
         away = (found - found.mean()) - (world.effects - world.effects.mean())
         assert np.sqrt((away**2).mean()) < 0.05
-        inside = np.abs(away) < 3 * np.sqrt(arms.variances[: len(found)].numpy())
+        inside = np.abs(away) < 3 * np.sqrt(effects.arms.variances[: len(found)].numpy())
         assert inside.mean() > 0.9, "their variances are those of their errors"
-        assert float(arms.effect_spread) == pytest.approx(world.effects.var(), rel=0.3)
-        np.testing.assert_allclose(arms.looks[:3], world.looks, atol=0.05)
+        assert float(effects.arms.effect_spread) == pytest.approx(world.effects.var(), rel=0.3)
+        np.testing.assert_allclose(effects.looks[:3], world.looks, atol=0.05)
         assert float(prior.noise) == pytest.approx(world.noise**2, rel=0.1)
-        assert held_out_error(world, prior, arms) < 1.15 * world.noise**2
+        assert held_out_error(world, prior, effects) < 1.15 * world.noise**2
 
     def test_without_effects_their_variance_shrinks(self) -> None:
         """EM approaches 0 slowly, but what is left is far below the noise."""
         _, some = learned([world_of(effect=0.3).samples])
         prior, none = learned([world_of(effect=0.0).samples], epochs=20)
-        assert float(none.effect_spread) < 0.02 * float(some.effect_spread)
-        assert float(none.effect_spread) < 0.5 * FIRST_EFFECT * float(prior.noise)
-        assert none.effects.abs().max() < 0.05
+        assert float(none.arms.effect_spread) < 0.02 * float(some.arms.effect_spread)
+        assert float(none.arms.effect_spread) < 0.5 * FIRST_EFFECT * float(prior.noise)
+        assert none.arms.effects.abs().max() < 0.05
 
     @pytest.mark.parametrize("seed", range(3))
     def test_low_rank_tastes_are_found_and_help(self, seed: int) -> None:
         world = world_of(effect=0.1, taste=0.1, seed=seed)
         without = held_out_error(world, *learned([world.samples]))
-        prior, arms = learned([world.samples], seek=True)
-        error, noise = held_out_error(world, prior, arms), world.noise**2
+        prior, effects = learned([world.samples], seek=True)
+        error, noise = held_out_error(world, prior, effects), world.noise**2
         assert error - noise < 0.4 * (without - noise)
-        assert arms.factors.any()
+        assert effects.arms.factors.any()
         # Two tastes are two directions: the others are small.
-        sizes = torch.linalg.svdvals(arms.factors[arms.keys != UNUSED_KEY])
+        sizes = torch.linalg.svdvals(effects.arms.factors[effects.arms.keys != UNUSED_KEY])
         assert sizes[2] < 0.5 * sizes[1]
 
     def test_factors_without_tastes_do_no_harm(self) -> None:
@@ -481,15 +485,16 @@ class TestLearning:
 # ---------------------------------------------------------------------- what must not matter
 
 
-def assert_same_arms(one: ArmEffects, other: ArmEffects, tolerance: float = 1e-8) -> None:
+def assert_same_effects(one: SharedEffects, other: SharedEffects, tolerance: float = 1e-8) -> None:
     """Equal up to the number of unused rows."""
-    used = int((one.keys != UNUSED_KEY).sum())
-    assert one.keys[:used].tolist() == other.keys[:used].tolist()
-    assert (other.keys[used:] == UNUSED_KEY).all()
-    for name in ("effects", "variances", "factors"):
-        assert_close(getattr(one, name)[:used], getattr(other, name)[:used], tolerance)
-    for name in ("effect_spread", "factor_spread", "looks", "wide", "wide_spread"):
-        assert_close(getattr(one, name), getattr(other, name), tolerance)
+    used = int((one.arms.keys != UNUSED_KEY).sum())
+    assert one.arms.keys[:used].tolist() == other.arms.keys[:used].tolist()
+    assert (other.arms.keys[used:] == UNUSED_KEY).all()
+    found, expected = one.state(), other.state()
+    for name in ("arm_effects", "arm_variances", "arm_factors"):
+        assert_close(found[name][:used], expected[name][:used], tolerance)
+    for name in ("arm_effect_spread", "arm_factor_spread", "arm_looks", "arm_wide", "arm_wide_spread"):
+        assert_close(found[name], expected[name], tolerance)
 
 
 @pytest.mark.parametrize("seek", [False, True], ids=["as before", "factors sought"])
@@ -499,16 +504,18 @@ class TestInvariance:
         parts = [rows_of(whole, slice(0, 5)), rows_of(whole, slice(5, 12))]
         narrow = ArmSamples(**{each.name: getattr(parts[1], each.name)[:, :10] for each in fields(whole)})
         for batches in (parts, [parts[0], narrow]):  # with padding and without
-            (prior, arms), (expected, other) = (learned(each, 3, seek=seek) for each in (batches, [whole]))
-            assert_same_arms(arms, other)
+            (prior, effects), (expected, other) = (learned(each, 3, seek=seek) for each in (batches, [whole]))
+            assert_same_effects(effects, other)
             assert_close(prior.mean, expected.mean, 1e-8)
             assert_close(prior.covariance, expected.covariance, 1e-8)
 
     def test_the_order_of_users(self, seek: bool) -> None:
         whole = samples_of(5, 12, 10)
         order = torch.from_numpy(np.random.default_rng(0).permutation(12))
-        (prior, arms), (expected, other) = (learned([batch], 3, seek=seek) for batch in (rows_of(whole, order), whole))
-        assert_same_arms(arms, other)
+        (prior, effects), (expected, other) = (
+            learned([batch], 3, seek=seek) for batch in (rows_of(whole, order), whole)
+        )
+        assert_same_effects(effects, other)
         assert_close(prior.covariance, expected.covariance, 1e-8)
 
     def test_padding(self, seek: bool) -> None:
@@ -517,18 +524,18 @@ class TestInvariance:
         changed.keys[batch.weights == 0] = 990
         _, one = learned([batch], 3, seek=seek)
         _, other = learned([changed], 3, seek=seek)
-        assert_same_arms(one, other)
+        assert_same_effects(one, other)
 
     def test_without_ids_nothing_is_known_of_arms(self, seek: bool) -> None:
         batch = samples_of(7, 6, 8, places=1)
         unnamed = replace(batch, keys=torch.full_like(batch.keys, NO_ARM_KEY))
         for nothing in (unnamed, replace(batch, weights=torch.zeros_like(batch.weights))):
-            prior, arms = learned([nothing], 3, seek=seek)
-            assert (arms.keys == UNUSED_KEY).all()
-            assert not arms.effects.any()
-            assert not arms.factors.any()
-            assert (arms.looks == 1).all()
-            assert_close(arms.effect_spread, FIRST_EFFECT * prior.noise, 1e-9)
+            prior, effects = learned([nothing], 3, seek=seek)
+            assert (effects.arms.keys == UNUSED_KEY).all()
+            assert not effects.arms.effects.any()
+            assert not effects.arms.factors.any()
+            assert (effects.looks == 1).all()
+            assert_close(effects.arms.effect_spread, FIRST_EFFECT * prior.noise, 1e-9)
 
     @pytest.mark.parametrize("name", ["zeros", "ones", "one sample", "one arm", "one of each arm", "huge"])
     def test_extremes_stay_finite(self, seek: bool, name: str) -> None:
@@ -545,11 +552,11 @@ class TestInvariance:
             batch = replace(batch, keys=torch.arange(1, 1 + batch.keys.numel()).view_as(batch.keys))
         else:
             batch = replace(batch, rewards=1e6 * batch.rewards)
-        prior, arms = learned([batch], 12, seek=seek)
-        for value in (*arms.state().values(), prior.mean, prior.covariance, prior.precision, prior.noise):
+        prior, effects = learned([batch], 12, seek=seek)
+        for value in (*effects.state().values(), prior.mean, prior.covariance, prior.precision, prior.noise):
             assert value.isfinite().all()
-        assert (arms.variances >= 0).all()
-        assert arms.looks.min() >= LEAST_LOOK
-        assert arms.looks.max() <= MOST_LOOK
+        assert (effects.arms.variances >= 0).all()
+        assert effects.looks.min() >= LEAST_LOOK
+        assert effects.looks.max() <= MOST_LOOK
         if name in ("zeros", "ones"):
-            assert arms.effects.abs().max() < 0.05
+            assert effects.arms.effects.abs().max() < 0.05

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from metaban.models.default.calibration import BINS, COLUMNS, NEWEST, NORMAL_REACH, ReliabilityTable, calibration_state
+from metaban.models.default.calibration import (
+    BINS,
+    COLUMNS,
+    NEWEST,
+    NORMAL_REACH,
+    ReliabilityTable,
+    reliability_and_reach,
+)
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import DEVIATION, MEAN, REACH, SLATE, Samples
+from metaban.models.default.notes import Notes
+from metaban.models.default.samples import Samples
 from tests.models.default_worlds import batch_of, generator_of, kinds, small
 
 NOW = torch.zeros((), dtype=torch.float64)
@@ -25,8 +33,8 @@ def samples(
     epochs: np.ndarray | None = None,
 ) -> Samples:
     """Samples with these noted predictions."""
-    notes = torch.zeros(len(mean), SLATE, dtype=torch.float64)
-    notes[:, MEAN], notes[:, DEVIATION], notes[:, REACH] = (
+    notes = Notes(torch.zeros(len(mean), Notes.COUNT, dtype=torch.float64))
+    notes.mean[:], notes.deviation[:], notes.reach[:] = (
         torch.from_numpy(mean),
         deviation,
         reach / deviation if deviation else 0.0,
@@ -37,7 +45,7 @@ def samples(
 
 
 def reliability(given: Samples, since: torch.Tensor = NOW) -> ReliabilityTable | None:
-    return ReliabilityTable.of({name: value.numpy() for name, value in calibration_state(given, since).items()})
+    return ReliabilityTable.of({"reliability": reliability_and_reach(given, since)[0].numpy()})
 
 
 def residual_terms(given: Samples) -> ReliabilityTable:
@@ -106,8 +114,8 @@ class TestReliability:
 
 class TestReach:
     def test_factor_is_the_normal_one_until_there_are_enough_samples(self) -> None:
-        assert calibration_state(samples(np.full(99, 0.5), np.ones(99)), NOW)["reach"] == NORMAL_REACH
-        assert calibration_state(samples(np.full(100, 0.5), np.ones(100)), NOW)["reach"] == 1.0
+        assert reliability_and_reach(samples(np.full(99, 0.5), np.ones(99)), NOW)[1] == NORMAL_REACH
+        assert reliability_and_reach(samples(np.full(100, 0.5), np.ones(100)), NOW)[1] == 1.0
 
     @pytest.mark.parametrize("rate", [0.02, 0.3])
     def test_interval_covers_nine_of_ten_future_rewards(self, rate: float) -> None:
@@ -115,14 +123,14 @@ class TestReach:
         random = np.random.default_rng(3)
         mean = np.clip(rate + 0.1 * random.standard_normal(8_000), 0, 1)
         rewards = (random.random(8_000) < mean).astype(np.float64)
-        known = float(calibration_state(samples(mean[:4_000], rewards[:4_000]), NOW)["reach"])
+        known = float(reliability_and_reach(samples(mean[:4_000], rewards[:4_000]), NOW)[1])
         later = residual_terms(samples(mean[4_000:], rewards[4_000:], reach=0.5 * known))
         assert later.coverage == pytest.approx(0.9, abs=0.03)
 
     def test_factor_of_normal_rewards_is_near_the_normal_one(self) -> None:
         random = np.random.default_rng(4)
         rewards = 0.5 + 0.1 * random.standard_normal(9_000)
-        found = calibration_state(samples(np.full(9_000, 0.5), rewards, deviation=0.1), NOW)["reach"]
+        found = reliability_and_reach(samples(np.full(9_000, 0.5), rewards, deviation=0.1), NOW)[1]
         assert float(found) == pytest.approx(NORMAL_REACH, abs=0.05)
 
 
@@ -130,19 +138,20 @@ def test_an_epoch_holds_the_calibration() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
     people = kinds(learner, 8, 30, generator_of(5))
     for person in people:
-        person.phi[:, DEVIATION], person.phi[:, REACH] = 0.4, 0.7
+        Notes(person.phi).deviation[:], Notes(person.phi).reach[:] = 0.4, 0.7
     shared = learner.initial_shared()
     assert ReliabilityTable.of({name: value.numpy() for name, value in shared.items()}) is None
     derived = learner.derive(shared, [batch_of(people, padding=2)], 0, 256)
     found = ReliabilityTable.of({name: value.numpy() for name, value in derived.items()})
     assert found is not None
     assert found.count == 240, "padding is not counted"
-    predicted = torch.cat([person.phi[:, MEAN] for person in people])
+    predicted = torch.cat([Notes(person.phi).mean for person in people])
     assert found.table[:, 1].sum() == pytest.approx(float(predicted.sum()))
     assert derived["reach"] != NORMAL_REACH
     # A change in other users' notes does not affect the means.
     changed = batch_of(people, padding=2)
-    changed.phi[..., MEAN : REACH + 1] = 0.3
+    for column in (Notes(changed.phi).mean, Notes(changed.phi).deviation, Notes(changed.phi).reach):
+        column[:] = 0.3
     again = learner.derive(shared, [changed], 0, 256)
     for name in derived:
         assert torch.equal(derived[name], again[name]) == (name not in ("reach", "reliability")), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,11 @@ from metaban.models.default.groups import (
     COUNTS,
     EVIDENCE_MARGIN,
     FROM_EVENTS,
-    GROUP_USERS_MAX,
     GROWTH,
     SPREAD,
+    GroupState,
     Mixture,
     MixtureEM,
-    cluster_of,
-    clusters_found,
     derive_groups,
     mixture_due,
     random_responsibilities,
@@ -30,10 +29,7 @@ from metaban.models.default.prior import (
     Prior,
     Statistics,
     evidence_weights,
-    groups_state,
-    prior_state,
 )
-from metaban.models.learner import State
 
 SHARE = torch.tensor(SPREAD, dtype=torch.float64)
 NOISE = 0.2
@@ -66,14 +62,14 @@ def kinds(count: int, size: int = 4, seed: int = 0) -> Tensor:
     return 0.6 * torch.randn(count, size, generator=generator_of(seed), dtype=torch.float64)
 
 
-def stored(prior: Prior, mixture: Mixture | None = None) -> State:
+def stored(prior: Prior, mixture: Mixture | None = None) -> GroupState:
     """The mixture stored by an earlier epoch, or an empty one."""
     groups = Groups.none(prior.mean.shape[0], SPREAD)
     if mixture is not None:
         groups = Groups.of(prior, mixture.centres, mixture.log_weight, SHARE)
     flag = torch.tensor(float(mixture is not None), dtype=torch.float64)
     guard = torch.ones_like(flag)
-    return {**prior_state(prior), **groups_state(groups, GROUP_USERS_MAX), "group_mixture": flag, "guard": guard}
+    return GroupState.stored(GroupState(groups, flag, guard).state())
 
 
 def dense_log_probability(prior: Prior, users: Statistics, user: int, centre: Tensor) -> float:
@@ -143,18 +139,18 @@ def test_true_kinds_are_found(count: int) -> None:
     users = crowd_of(centres, 24 * count, 40, count)
     prior, ones = learned(users), torch.ones(24 * count, dtype=torch.float64)
     searches = (
-        derive_groups(stored(prior), prior, users, ones, spread=0.15, seek=True, total_events=events)
+        derive_groups(stored(prior), prior, prior, users, ones, spread=0.15, seek=True, total_events=events)
         for events in range(2_048, 2_048 + (count > 4) * 5 + 1)
     )
-    state = next(state for state in searches if state["group_mixture"] > 0)
-    there = state["group_offset"] > NO_GROUP / 2
+    state = next(state for state in searches if state.mixture > 0)
+    there = state.rows.offset > NO_GROUP / 2
     assert int(there.sum()) == count
-    found = Groups(state["group_pull"], state["group_offset"], state["group_share"])
+    found = state.rows
     near = torch.cdist(found.centres(prior)[there], centres)
     assert near.amin(0).max() < 0.15
     assert sorted(near.argmin(1).tolist()) == list(range(count))
-    assert clusters_found(state | prior_state(prior)) == count
-    cluster = cluster_of(state | prior_state(prior), users)
+    assert state.clusters() == count
+    cluster = state.cluster_of(prior, users)
     assert (near.argmin(1)[cluster] == torch.arange(24 * count) % count).double().mean() > 0.95
 
 
@@ -165,12 +161,14 @@ def test_without_kinds_none_are_found(seed: int) -> None:
         users = crowd_of(kinds(1, 5), 200, 30, seed, within)
         prior = learned(users)
         weights = torch.ones_like(users.events)
-        state = derive_groups(stored(prior), prior, users, weights, spread=0.15, seek=True, total_events=2_048 + seed)
-        assert float(state["group_mixture"]) == 0
-        assert float(state["group_share"]) == 0.15
-        assert int((state["group_offset"] > NO_GROUP / 2).sum()) == 200
-        assert clusters_found(state) == 1
-        assert not cluster_of(state | prior_state(prior), users).any()
+        state = derive_groups(
+            stored(prior), prior, prior, users, weights, spread=0.15, seek=True, total_events=2_048 + seed
+        )
+        assert float(state.mixture) == 0
+        assert float(state.rows.share) == 0.15
+        assert int((state.rows.offset > NO_GROUP / 2).sum()) == 200
+        assert state.clusters() == 1
+        assert not state.cluster_of(prior, users).any()
 
 
 def test_a_mixture_is_carried_over_to_newer_samples() -> None:
@@ -178,22 +176,21 @@ def test_a_mixture_is_carried_over_to_newer_samples() -> None:
     centres = kinds(3, 5, seed=7)
     before, after = crowd_of(centres, 60, 20, 8), crowd_of(centres, 60, 60, 9)
     prior, later, ones = learned(before), learned(after), torch.ones(60, dtype=torch.float64)
-    found = derive_groups(stored(prior), prior, before, ones, spread=0.15, seek=True, total_events=2_048)
-    state = derive_groups(stored(prior) | found, later, after, ones, spread=0.15, seek=False, total_events=2_100)
-    assert float(found["group_mixture"]) == float(state["group_mixture"]) == 1
-    assert int((state["group_offset"] > NO_GROUP / 2).sum()) == 3
-    groups = Groups(state["group_pull"], state["group_offset"], state["group_share"])
-    assert torch.cdist(groups.centres(later)[:3], centres).amin(0).max() < 0.1
-    without = derive_groups(stored(prior), later, after, ones, spread=0.15, seek=False, total_events=2_100)
-    assert float(without["group_mixture"]) == 0
-    assert int((without["group_offset"] > NO_GROUP / 2).sum()) == 60
+    found = derive_groups(stored(prior), prior, prior, before, ones, spread=0.15, seek=True, total_events=2_048)
+    state = derive_groups(found, prior, later, after, ones, spread=0.15, seek=False, total_events=2_100)
+    assert float(found.mixture) == float(state.mixture) == 1
+    assert int((state.rows.offset > NO_GROUP / 2).sum()) == 3
+    assert torch.cdist(state.rows.centres(later)[:3], centres).amin(0).max() < 0.1
+    without = derive_groups(stored(prior), prior, later, after, ones, spread=0.15, seek=False, total_events=2_100)
+    assert float(without.mixture) == 0
+    assert int((without.rows.offset > NO_GROUP / 2).sum()) == 60
 
 
 def test_a_mixture_survives_being_stored() -> None:
     prior = learned(crowd_of(kinds(3, 5), 30, 9, 1))
     mixture = Mixture(kinds(3, 5), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log())
     state = stored(prior, mixture)
-    again = Mixture.of(Groups(state["group_pull"], state["group_offset"], state["group_share"]), prior)
+    again = Mixture.of(state.rows, prior)
     torch.testing.assert_close(again.centres[:3], mixture.centres)
     torch.testing.assert_close(again.log_weight[:3], mixture.log_weight)
     assert (again.log_weight[3:] <= NO_GROUP / 2).all()
@@ -205,12 +202,12 @@ def test_users_without_weight_form_no_kind() -> None:
     users = crowd_of(kinds(3, 5, seed=3), 90, 40, 5)
     silent = (torch.arange(90) % 3 != 2).to(torch.float64)
     prior = learned(users)
-    state = derive_groups(stored(prior), prior, users, silent, spread=0.15, seek=True, total_events=2_048)
-    assert float(state["group_mixture"]) == 0
+    state = derive_groups(stored(prior), prior, prior, users, silent, spread=0.15, seek=True, total_events=2_048)
+    assert float(state.mixture) == 0
     unweighted = derive_groups(
-        stored(prior), prior, users, torch.ones_like(silent), spread=0.15, seek=True, total_events=2_048
+        stored(prior), prior, prior, users, torch.ones_like(silent), spread=0.15, seek=True, total_events=2_048
     )
-    assert float(unweighted["group_mixture"]) == 1
+    assert float(unweighted.mixture) == 1
 
 
 def test_evidence_is_largest_at_the_true_number_of_kinds() -> None:
@@ -229,30 +226,30 @@ def test_kinds_that_do_not_help_are_suspended() -> None:
     users = crowd_of(kinds(4, 5, seed=1), 60, 30, 3)
     prior, ones = learned(users), torch.ones(60, dtype=torch.float64)
 
-    def sought(shared: State, guard: float, events: int) -> State:
-        shared = shared | {"guard": torch.tensor(guard, dtype=torch.float64)}
-        return shared | derive_groups(shared, prior, users, ones, spread=0.15, seek=True, total_events=events)
+    def sought(before: GroupState, guard: float, events: int) -> GroupState:
+        before = replace(before, guard=torch.tensor(guard, dtype=torch.float64))
+        return derive_groups(before, prior, prior, users, ones, spread=0.15, seek=True, total_events=events)
 
     state = sought(stored(prior), 0.0, 2_000)  # this guard belongs to other groups
-    assert float(state["group_mixture"]) == 1
-    assert float(sought(state, 0.9, 2_700)["group_mixture"]) == 1
+    assert float(state.mixture) == 1
+    assert float(sought(state, 0.9, 2_700).mixture) == 1
     dropped = sought(state, 0.1, 2_700)
-    assert float(dropped["group_mixture"]) == -5_400
-    assert float(dropped["group_share"]) == 0.15
-    carried = derive_groups(dropped, prior, users, ones, spread=0.15, seek=False, total_events=2_800)
-    assert float(carried["group_mixture"]) == -5_400
-    assert float(carried["group_share"]) == 0.15
-    assert float(sought(dropped, 1.0, 5_000)["group_mixture"]) == -5_400
-    assert float(sought(dropped, 1.0, 5_400)["group_mixture"]) == 1
+    assert float(dropped.mixture) == -5_400
+    assert float(dropped.rows.share) == 0.15
+    carried = derive_groups(dropped, prior, prior, users, ones, spread=0.15, seek=False, total_events=2_800)
+    assert float(carried.mixture) == -5_400
+    assert float(carried.rows.share) == 0.15
+    assert float(sought(dropped, 1.0, 5_000).mixture) == -5_400
+    assert float(sought(dropped, 1.0, 5_400).mixture) == 1
 
 
 def test_with_few_events_per_user_no_kinds_are_found() -> None:
     users = crowd_of(kinds(4, 5, seed=1), 60, 9, 3)
     prior = learned(users)
     state = derive_groups(
-        stored(prior), prior, users, torch.ones_like(users.events), spread=0.15, seek=True, total_events=2_048
+        stored(prior), prior, prior, users, torch.ones_like(users.events), spread=0.15, seek=True, total_events=2_048
     )
-    assert float(state["group_mixture"]) == 0
+    assert float(state.mixture) == 0
 
 
 def test_schedule_of_the_search_for_kinds() -> None:

@@ -26,7 +26,7 @@ from metaban.models.default.inputs import (
     rotated_towards,
 )
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import SLATE
+from metaban.models.default.notes import Notes
 from metaban.models.features import InputParts
 from metaban.models.numerics.normalizer import Moments, standardize
 from tests.models.default_worlds import (
@@ -53,7 +53,7 @@ def test_inputs_are_unchanged_between_refits() -> None:
     batch = batch_of(people, torch.float32)
     shared = learner.derive(learner.initial_shared(), [batch], 0, 300)
     notes = batch.phi.clone()
-    learner.slate_notes(notes)[..., 1:] += 1
+    Notes(notes).slate[..., 1:] += 1
     changed = replace(batch, features=batch.features * 3 + 1, phi=notes)
     later = learner.derive(shared, [changed], 300, 364)
     for name in ("mean", "scale", "edges", "directions", "gain", "common_ratio", "common_centre"):
@@ -81,7 +81,7 @@ def test_standardised_inputs_have_no_mean_and_unit_deviation(changes: dict[str, 
             values += torch.tensor([100.0, 0.0, -3.0])
     shared = learner.derive(learner.initial_shared(), [batch_of(people)], 0, 16)
     features, notes = (torch.cat([getattr(person, name) for person in people]) for name in ("features", "phi"))
-    z = learner.inputs.standardized(shared, features, learner.slate_notes(notes))
+    z = learner.inputs.standardized(shared, features, Notes(notes).slate)
     assert_close(z.mean(0), torch.zeros(3), 1e-8)
     assert_close(z.std(0, correction=0), torch.ones(3), 1e-8)
     as_they_came = (features - features.mean(0)) / features.std(0, correction=0)
@@ -103,7 +103,7 @@ def test_new_directions_are_rotated_to_match_the_old() -> None:
     after = learner.derive(before, [batch_of(people)], 16, 32)
     features, notes = (torch.cat([getattr(person, name) for person in people]) for name in ("features", "phi"))
     old, new = (
-        learner.inputs.standardized(shared, features, learner.slate_notes(notes)) @ shared["directions"]
+        learner.inputs.standardized(shared, features, Notes(notes).slate) @ shared["directions"]
         for shared in (before, after)
     )
     likeness = new.mT @ old  # the best rotation makes this symmetric and positive
@@ -125,7 +125,7 @@ def test_a_refit_estimates_the_common_part_of_slates(dtype: torch.dtype) -> None
     features, notes = (torch.cat([getattr(person, name) for person in people]) for name in ("features", "phi"))
     epochs = torch.cat([person.epochs for person in people]).tolist()
     weights = [1.0 if epoch >= since else 0.05 for epoch in epochs]
-    ratio, centre = literal_ratio(as_array(features), as_array(learner.slate_notes(notes)), weights)
+    ratio, centre = literal_ratio(as_array(features), as_array(Notes(notes).slate), weights)
     tolerance = 1e-8 if dtype == torch.float64 else 1e-5
     assert_close(derived["common_ratio"], torch.tensor(ratio, dtype=torch.float64), tolerance)
     assert_close(derived["common_centre"], torch.tensor(centre, dtype=torch.float64), tolerance)
@@ -140,12 +140,12 @@ def test_single_arm_slates_have_no_common_part() -> None:
     learner = PosteriorLearner(small(**WIDE), 3, torch.float64)
     people = kinds(learner, 12, 8, generator_of(18))
     for person in people:
-        learner.slate_notes(person.phi)[:] = torch.cat([torch.ones(8, 1), person.features], dim=1)
+        Notes(person.phi).slate[:] = torch.cat([torch.ones(8, 1), person.features], dim=1)
     derived = learner.derive(learner.initial_shared(), [batch_of(people)], 0, 512)
     assert not derived["common_ratio"].any()
     unaware = PosteriorLearner(small(apart=False, **WIDE), 3, torch.float64)
     for person in people:
-        person.phi = person.phi[:, :SLATE]
+        person.phi = person.phi[:, : Notes.COUNT]
     expected = unaware.derive(unaware.initial_shared(), [batch_of(people)], 0, 512)
     assert set(derived) - set(expected) == {"common_ratio", "common_centre"}
     for name in expected:
@@ -158,7 +158,7 @@ def test_the_noted_slate_has_no_other_effect() -> None:
     shared = learner.initial_shared()
     batch = batch_of(kinds(learner, 12, 8, generator_of(19)))
     other = batch.phi.clone()
-    learner.slate_notes(other)[..., 1:] += torch.randn(12, 8, 3, generator=generator_of(20), dtype=torch.float64)
+    Notes(other).slate[..., 1:] += torch.randn(12, 8, 3, generator=generator_of(20), dtype=torch.float64)
     assert not shared["common_ratio"].any()  # unchanged between refits
     one, same = (learner.derive(shared, [replace(batch, phi=phi)], 300, 364) for phi in (batch.phi, other))
     for name in one:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import SLATE
+from metaban.models.default.notes import Notes
 from tests.models.default_worlds import (
     WIDE,
     Scene,
@@ -241,7 +241,7 @@ def test_the_slate_is_noted_for_wide_inputs_only(inputs: int, apart: bool) -> No
     learner = PosteriorLearner(small(apart=apart, **WIDE), inputs)
     looked_at = apart and inputs == 3  # WIDE begins here
     assert learner.inputs.removes_common == looked_at
-    assert learner.noted - SLATE == (1 + inputs) * looked_at
+    assert learner.noted - Notes.COUNT == (1 + inputs) * looked_at
     tensors = {"common_ratio", "common_centre"}
     assert tensors & set(learner.initial_shared()) == (tensors if looked_at else set())
 
@@ -281,7 +281,7 @@ def test_a_shift_of_the_slate_is_seen_by_a_known_share() -> None:
     expected = unaware.score(scene.shared, pool, replace(query, arms=torch.cat(arms)))
     for name in ("mean", "bonus", "group_size"):
         assert_close(getattr(scores, name), getattr(expected, name), 1e-10)
-    assert_close(scores.phi[:, :SLATE], expected.phi, 1e-10)
+    assert_close(scores.phi[:, : Notes.COUNT], expected.phi, 1e-10)
 
 
 @pytest.mark.parametrize("arms", [1, 4])
@@ -313,7 +313,7 @@ def test_when_nearly_all_is_common_only_differences_between_arms_count(heads: bo
         before, after = fast_scores(scene), fast_scores(moved_scene(scene, by))
         assert torch.allclose(before.mean, after.mean, rtol=0, atol=1e-8) != minded
         assert torch.allclose(before.bonus, after.bonus, rtol=0, atol=1e-8) != (minded and heads)
-        assert_close(after.phi[:, SLATE + 1 :] - before.phi[:, SLATE + 1 :], by.expand(12, 3), 1e-10)
+        assert_close(Notes(after.phi).slate[:, 1:] - Notes(before.phi).slate[:, 1:], by.expand(12, 3), 1e-10)
 
 
 @BOTH

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from metaban.models.default.arms import UNUSED_KEY
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.samples import ALONE, TOGETHER
+from metaban.models.default.notes import Notes
+from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.slates import Slates
 from metaban.models.settings import PosteriorSettings
@@ -121,7 +122,7 @@ def test_an_arm_switched_off_is_forgotten() -> None:
         for name, value in without.initial_shared().items():
             if name.startswith("arm_"):
                 assert torch.equal(derived[name], value), name
-        assert torch.equal(without.head_samples(derived, batch).targets, batch.rewards)
+        assert torch.equal(without.head_samples(SharedState.stored(derived), batch).targets, batch.rewards)
 
 
 def test_heads_use_the_predictions_noted_at_the_decision() -> None:
@@ -143,8 +144,8 @@ def guard_after_errors(alone: float, together: float) -> Tensor:
     """The guard after users' rewards were predicted with these errors."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = batch_of(kinds(learner, 12, 20, generator_of(10)))
-    batch.phi[..., ALONE] = batch.rewards + alone
-    batch.phi[..., TOGETHER] = batch.rewards - together
+    Notes(batch.phi).alone[:] = batch.rewards + alone
+    Notes(batch.phi).together[:] = batch.rewards - together
     return learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"]
 
 
@@ -158,9 +159,9 @@ def test_groups_get_weight_as_far_as_they_predict_better() -> None:
 def test_only_the_newer_half_of_group_predictions_counts() -> None:
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = batch_of(kinds(learner, 12, 20, generator_of(10)), padding=7)
-    batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards.unsqueeze(-1)
-    batch.phi[:, :10, TOGETHER] += 5.0  # from when there was little evidence
-    batch.phi[:, 10:, ALONE] += 0.5
+    Notes(batch.phi).predictions[..., 2:] = batch.rewards.unsqueeze(-1)
+    Notes(batch.phi).together[:, :10] += 5.0  # from when there was little evidence
+    Notes(batch.phi).alone[:, 10:] += 0.5
     assert learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"] > 0.99
 
 
@@ -193,7 +194,7 @@ def after_low_rewards(**changes: object) -> tuple[PosteriorLearner, State, UserB
     shared = learner.initial_shared() | {"epoch": torch.tensor(9.0, dtype=torch.float64)}
     batch = batch_of(people)
     batch.epochs[:] = torch.arange(40) // 4  # epochs 0 to 9
-    batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards.unsqueeze(-1)
+    Notes(batch.phi).predictions[..., 2:] = batch.rewards.unsqueeze(-1)
     batch.rewards[:, 32:] = 0.0
     return learner, shared, batch
 
@@ -206,7 +207,7 @@ def test_after_a_change_of_tastes_older_samples_lose_weight() -> None:
     expected = learner.derive(shared | {"since": derived["since"]}, [batch], 640, 660)
     for name in ("prior_mean", "prior_covariance", "noise", "guard", "trunk"):
         assert torch.equal(derived[name], expected[name])  # the prior starts again at this epoch
-    calm = replace(batch, rewards=batch.phi[..., ALONE].clone())
+    calm = replace(batch, rewards=Notes(batch.phi).alone.clone())
     assert learner.derive(shared, [calm], 640, 660)["since"] == 0
     states = learner.fit(derived, batch, {})
     assert states["since"].tolist() == [10.0] * 16

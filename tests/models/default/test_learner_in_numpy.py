@@ -75,11 +75,11 @@ def compare(learner: PosteriorLearner, shared: State, scene: Scene) -> Scores:
     batch = batch_of(people, learner.dtype, padding=1)
     all_same(learner.fit(as_arrays(shared), batch_in_numpy(batch), {}), learner.fit(shared, batch, {}), tolerance)
     pool, query = fitted(learner, shared, scene.pool), query_of(scene, learner, shared)
-    outline, in_numpy = learner.prepare_epoch(shared), learner.prepare_epoch(shared, as_numpy=True)
-    expected, brief = learner.prepare_users(outline, query.own), learner.prepare_users(in_numpy, as_arrays(query.own))
+    epoch, in_numpy = learner.prepare_epoch(shared), learner.prepare_epoch(shared, as_numpy=True)
+    expected, brief = epoch.prepare_users(query.own), in_numpy.prepare_users(as_arrays(query.own))
     all_same(brief, expected, tolerance)
-    scores = learner.score_prepared(in_numpy, as_arrays(pool), query_in_numpy(query, brief))
-    same_scores(scores, learner.score_prepared(outline, pool, replace(query, own=expected)), tolerance)
+    scores = in_numpy.score(as_arrays(pool), query_in_numpy(query, brief))
+    same_scores(scores, epoch.score(pool, replace(query, own=expected)), tolerance)
     assert scores.mean.dtype == scores.bonus.dtype == scores.phi.dtype == numpy_kind(learner.dtype)
     assert scores.group_size.dtype == np.int64
     return scores
@@ -115,12 +115,12 @@ class TestFixedScene:
     def test_batched_requests_equal_single_requests(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
         learner = PosteriorLearner(small(nu=2.0, **changes), 3, dtype)
         scene = scene_of(learner)
-        outline = learner.prepare_epoch(scene.shared, as_numpy=True)
+        epoch = learner.prepare_epoch(scene.shared, as_numpy=True)
         pool = as_arrays(fitted(learner, scene.shared, scene.pool))
         query = query_of(scene, learner, scene.shared)
         own = as_arrays(query.own)
-        query = query_in_numpy(query, learner.prepare_users(outline, own))
-        together = learner.score_prepared(outline, pool, query)
+        query = query_in_numpy(query, epoch.prepare_users(own))
+        together = epoch.score(pool, query)
         end = 0
         for row, size in enumerate(query.slates.sizes):
             part, end = slice(end, end + size), end + size
@@ -129,12 +129,12 @@ class TestFixedScene:
                 query,
                 arms=query.arms[part],
                 slates=Slates([size]),
-                own=learner.prepare_users(outline, {name: value[asker] for name, value in own.items()}),
+                own=epoch.prepare_users({name: value[asker] for name, value in own.items()}),
                 own_row=query.own_row[asker],
                 own_events=query.own_events[asker],
                 arm_keys=query.arm_keys[part],
             )
-            expected = as_tensors(learner.score_prepared(outline, pool, alone))
+            expected = as_tensors(epoch.score(pool, alone))
             found = scores_of({name: getattr(together, name)[part] for name in SCORE_FIELDS})
             same_scores(found, expected, TOLERANCE[dtype])
         assert end == together.mean.shape[0]
@@ -149,10 +149,10 @@ def test_states_from_before_a_change_of_tastes(changes: dict[str, Any], dtype: t
     before = {**scene.shared, "since": scene.shared["since"] - 1}
     own = dict(query_of(scene, learner, before).own)
     own["since"][0] += 1  # one user has an event since the change
-    expected = learner.prepare_users(learner.prepare_epoch(scene.shared), own)
-    brief = learner.prepare_users(learner.prepare_epoch(scene.shared, as_numpy=True), as_arrays(own))
+    expected = learner.prepare_epoch(scene.shared).prepare_users(own)
+    brief = learner.prepare_epoch(scene.shared, as_numpy=True).prepare_users(as_arrays(own))
     all_same(brief, expected, TOLERANCE[dtype])
-    unfaded = learner.prepare_users(learner.prepare_epoch(before, as_numpy=True), as_arrays(own))
+    unfaded = learner.prepare_epoch(before, as_numpy=True).prepare_users(as_arrays(own))
     for name in ("heads", "memory_table"):
         np.testing.assert_array_equal(brief[name][0], unfaded[name][0])
         assert not np.allclose(brief[name][1], unfaded[name][1], atol=1e-3)
@@ -199,28 +199,28 @@ def test_fitting_and_scoring_do_not_modify_their_arguments() -> None:
     learner = PosteriorLearner(small(**WIDE), 3)
     scene = scene_of(learner)
     query = query_of(scene, learner, scene.shared)
-    outline, own = learner.prepare_epoch(scene.shared, as_numpy=True), as_arrays(query.own)
+    epoch, own = learner.prepare_epoch(scene.shared, as_numpy=True), as_arrays(query.own)
     batch, pool = (
         batch_in_numpy(batch_of(scene.pool, learner.dtype)),
         as_arrays(fitted(learner, scene.shared, scene.pool)),
     )
-    asked = query_in_numpy(query, learner.prepare_users(outline, own))
+    asked = query_in_numpy(query, epoch.prepare_users(own))
     given = [
         *as_arrays(scene.shared).values(),
         *own.values(),
         *pool.values(),
         *asked.own.values(),
         *(getattr(batch, each.name) for each in fields(batch)),
-        *(array for layer in outline["layers"] for array in layer),
-        outline["ramps"].begin,
-        outline["ramps"].least,
-        outline["ramps"].most,
+        *(array for layer in epoch.trunk.layers for array in layer),
+        epoch.trunk.ramps.begin,
+        epoch.trunk.ramps.least,
+        epoch.trunk.ramps.most,
         asked.arms,
         asked.own_row,
     ]
     before = [array.copy() for array in given]
     learner.fit(as_arrays(scene.shared), batch, {})
-    learner.prepare_users(outline, own)
-    learner.score_prepared(outline, pool, asked)
+    epoch.prepare_users(own)
+    epoch.score(pool, asked)
     for array, copy in zip(given, before, strict=True):
         np.testing.assert_array_equal(array, copy)

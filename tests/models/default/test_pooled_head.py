@@ -13,9 +13,10 @@ from metaban.models.default.evidence import (
     TRUST_LEAD,
 )
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.notes import Notes
 from metaban.models.default.pooled_head import RIDGE_CONSTANT_EVENTS, RIDGE_EVENTS, PooledHead
 from metaban.models.default.prior import Prior, Statistics
-from metaban.models.default.samples import ALONE, PLAIN, TOGETHER
+from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import State, UserBatch
 from tests.models.default_worlds import WIDE, Scene, batch_of, fast_scores, generator_of, grouped_epoch, kinds, small
 from tests.models.worlds import assert_close
@@ -36,7 +37,9 @@ def test_it_is_a_mixed_regression_on_all_rows() -> None:
     batch = population(learner)
     shared = derived(learner, batch)
     assert learner.inputs.products
-    rows = learner.head_samples(shared, batch).inputs[..., :4]  # [12, n, 4], the constant and the inputs
+    rows = learner.head_samples(SharedState.stored(shared), batch).inputs[
+        ..., :4
+    ]  # [12, n, 4], the constant and the inputs
     level, noise = shared["prior_covariance"][0, 0], shared["noise"]
     gram = torch.tensor([RIDGE_CONSTANT_EVENTS, *[RIDGE_EVENTS] * 3], dtype=torch.float64).diag()
     moment = torch.zeros(4, dtype=torch.float64)
@@ -105,10 +108,11 @@ def trusted(plain: float, alone: float, together: float) -> Tensor:
     """Trust in users' heads whose newest quarter was predicted with these errors; earlier errors are misleading."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
-    for note, error in ((PLAIN, plain), (ALONE, alone), (TOGETHER, together)):
-        batch.phi[..., note] = batch.rewards + error
-    batch.phi[:, :15, PLAIN] += 5.0 if plain < min(alone, together) else 0.0
-    batch.phi[:, :15, ALONE : TOGETHER + 1] += 5.0 if plain > min(alone, together) else 0.0
+    notes = Notes(batch.phi)
+    for note, error in ((notes.pooled, plain), (notes.alone, alone), (notes.together, together)):
+        note[:] = batch.rewards + error
+    notes.pooled[:, :15] += 5.0 if plain < min(alone, together) else 0.0
+    notes.predictions[:, :15, 2:] += 5.0 if plain > min(alone, together) else 0.0
     return derived(learner, batch)["trust"]
 
 
@@ -157,7 +161,8 @@ def test_it_decides_alone_for_a_limited_time() -> None:
     """However well it predicts: users' heads learn little from arms that it alone chose."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
-    batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
+    notes = Notes(batch.phi)
+    notes.pooled[:], notes.predictions[..., 2:] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
     before, after = (
         learner.derive(learner.initial_shared(), [batch], 0, POOLED_UNTIL_EVENTS + more)["trust"] for more in (-1, 0)
     )
@@ -169,7 +174,8 @@ def test_with_rare_rewards_it_stops_deciding_alone_after_enough_information(monk
     """Regardless of the number of events and of the samples kept."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
-    batch.phi[..., PLAIN], batch.phi[..., ALONE : TOGETHER + 1] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
+    notes = Notes(batch.phi)
+    notes.pooled[:], notes.predictions[..., 2:] = batch.rewards, batch.rewards.unsqueeze(-1) + 0.5
     monkeypatch.setattr("metaban.models.default.evidence.RARE_INFORMATION", 4.0)
     alone, until = POOLED_ALONE_INFORMATION / telling_of(batch), POOLED_UNTIL_INFORMATION / telling_of(batch)
     found = [
@@ -188,7 +194,8 @@ def test_with_rare_rewards_it_decides_alone_at_first(
     """However well users' heads predict."""
     learner = PosteriorLearner(small(), 3, torch.float64)
     batch = population(learner)
-    batch.phi[..., ALONE : TOGETHER + 1], batch.phi[..., PLAIN] = batch.rewards.unsqueeze(-1), batch.rewards + 0.5
+    notes = Notes(batch.phi)
+    notes.predictions[..., 2:], notes.pooled[:] = batch.rewards.unsqueeze(-1), batch.rewards + 0.5
     monkeypatch.setattr("metaban.models.default.evidence.RARE_INFORMATION", share * telling_of(batch))
     trust = derived(learner, batch)["trust"]
     assert (trust == 0) == alone

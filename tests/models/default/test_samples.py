@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from metaban.models.default.evidence import group_guard, measured_trust
+from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.places import PLACES
-from metaban.models.default.samples import (
-    STALE_WEIGHT,
-    Samples,
-    first_place_rewards,
-    sample_weights,
-)
-from metaban.models.learner import State, UserBatch
+from metaban.models.default.samples import STALE_WEIGHT, Samples, first_place_rewards, sample_weights
+from metaban.models.default.shared_state import SharedState
+from metaban.models.learner import UserBatch
+from tests.models.default_worlds import small
 from tests.models.worlds import assert_close
 
 
@@ -48,11 +46,12 @@ def since_of(epoch: float) -> Tensor:
     return torch.tensor(epoch, dtype=torch.float64)
 
 
-def shared_of(epoch: float, looks: list[float] | None = None) -> State:
+def shared_of(epoch: float, looks: list[float] | None = None) -> SharedState:
     """A state of which samples are weighted: the last change of tastes, and e_k of the first places (all 1)."""
     seen = torch.ones(PLACES, dtype=torch.float64)
     seen[: len(looks or [])] = torch.tensor(looks or [], dtype=torch.float64)
-    return {"since": since_of(epoch), "arm_looks": seen}
+    initial = SharedState.stored(PosteriorLearner(small(), 1, torch.float64).initial_shared())
+    return replace(initial, since=since_of(epoch), effects=replace(initial.effects, looks=seen))
 
 
 def test_padding_has_no_weight_and_samples_before_a_change_little() -> None:
@@ -67,7 +66,7 @@ def test_samples_of_all_batches_stay_together() -> None:
     assert int(real.sum()) == 7
     assert samples.features[real].flatten().tolist() == [0, 1, 4, 5, 6, 7, 0]
     torch.testing.assert_close(samples.rewards[real], samples.features[real].flatten() / 10)
-    torch.testing.assert_close(samples.notes[real][:, 0], samples.features[real].flatten())
+    torch.testing.assert_close(samples.notes.trunk[real], samples.features[real].flatten())
     assert samples.epochs[real].tolist() == [0, 3, 1, 2, 3, 4, 5]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from metaban.models.default.arms import FACTORS
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import prior_from_state
+from metaban.models.default.shared_state import SharedState
 from metaban.models.default.warm_start_prior import START_REACH, TRUST_MAX
 from metaban.models.features import InputParts
 from metaban.models.learner import State
@@ -72,7 +73,7 @@ def test_a_start_is_another_prior(inputs: int, trust: float) -> None:
     batch = replace(batch_of(people), starts=start_of(learner, shared, heads, trust))
     states = learner.fit(shared, batch, {})
     found, covariance = prior.posterior(symmetric(states["gram"], learner.head_size), states["moment"])
-    samples = learner.head_samples(shared, batch)
+    samples = learner.head_samples(SharedState.stored(shared), batch)
     h, targets = samples.inputs.numpy(), samples.targets.numpy()
     for user, head in enumerate(heads.numpy()):
         spread = (1 - trust) * shared["prior_covariance"].numpy()
@@ -193,7 +194,9 @@ def test_many_events_outweigh_a_start() -> None:
     learner = build(3, groups=False)
     shared = grouped_epoch(learner)
     wrong = start_of(learner, shared, head_near(learner, shared, 1, 8) + 1, 0.8)
-    arms = learner.head_samples(shared, batch_of(kinds(learner, 1, 4_096, generator_of(3)))).inputs[0]
+    arms = learner.head_samples(SharedState.stored(shared), batch_of(kinds(learner, 1, 4_096, generator_of(3)))).inputs[
+        0
+    ]
     gaps = []
     for samples in (0, 8, 64, 4_096):
         batch = batch_of(kinds(learner, 1, samples, generator_of(3)))

@@ -68,7 +68,7 @@ def test_the_served_parameters_are_one_of_the_last_checkpoints(checkpoints: int)
             world.people[name], states[name] = now, state
     assert len(ages) >= min(checkpoints, 3)
     pool, query = pool_of(world, learner, shared, states), query_of(world, learner, states)
-    others = learner.groups(pool, query, query.arms)
+    others = learner.prepare_epoch(shared).groups(pool, query, query.arms)
     scores = learner.score(shared, pool, query)
     assert len(compare(world, FastResult(learner, shared, states, pool, query, scores, others), literal)) == 4
 

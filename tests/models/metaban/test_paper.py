@@ -205,7 +205,7 @@ def test_events_in_sequence_follow_algorithm_1() -> None:
         world.requests = [(asker, arms)]
         pool, query = pool_of(world, learner, shared, states), query_of(world, learner, states)
         scores = learner.score(shared, pool, query)
-        others = learner.groups(pool, query, query.arms)
+        others = learner.prepare_epoch(shared).groups(pool, query, query.arms)
         compare(world, FastResult(learner, shared, states, pool, query, scores, others), literal)
         best = int((scores.mean + scores.bonus).argmax())
         reward = float(arms[best].sum() > 0)

@@ -63,7 +63,7 @@ def looped_theta(learner: PooledLearner, shared: State, samples: list[tuple[Tens
             if samples:
                 place = ((step * settings.step_samples + number) * golden) % 1.0
                 features, reward = samples[int(place * len(samples))]
-                error = network(learner.shape, theta, learner.inputs(shared, features)) - reward
+                error = network(learner.shape, theta, learner.prepare_epoch(shared).inputs(features)) - reward
                 loss = loss + error.square() / 2 / settings.step_samples
         if samples:
             (gradient,) = torch.autograd.grad(loss, theta)
@@ -95,17 +95,17 @@ def test_scores_equal_the_looped_version(seed: int) -> None:
         own_row=torch.tensor([2, -1, -1]),
         own_events=torch.tensor([3, 4, 0]),
     )
-    scores = learner.score(shared, pool, query)
+    scores, epoch = learner.score(shared, pool, query), learner.prepare_epoch(shared)
 
     start = 0
     for request, (row, count) in enumerate(zip(own_rows, counts, strict=True)):
         slate = arms[start : start + count]
         members = set()
         for arm in slate:
-            x = learner.inputs(shared, arm)
+            x = epoch.inputs(arm)
             mine = network(learner.shape, own["theta"][request], x)
             for user in range(5):
-                if user != row and abs(network(learner.shape, pool["theta"][user], x) - mine) <= learner.threshold:
+                if user != row and abs(network(learner.shape, pool["theta"][user], x) - mine) <= epoch.threshold:
                     members.add(user)
         samples = [
             (pool["recent_features"][user, slot], pool["recent_rewards"][user, slot])
@@ -118,7 +118,7 @@ def test_scores_equal_the_looped_version(seed: int) -> None:
         ]
         theta = looped_theta(learner, shared, samples).requires_grad_()
         for place, arm in enumerate(slate):
-            output = network(learner.shape, theta, learner.inputs(shared, arm))
+            output = network(learner.shape, theta, epoch.inputs(arm))
             (gradient,) = torch.autograd.grad(output, theta)
             index = start + place
             assert scores.mean[index].item() == pytest.approx(output.item(), abs=1e-8)
@@ -149,7 +149,7 @@ def test_an_epoch_trains_the_meta_learner_on_all_users() -> None:
 
     def loss(state: State) -> float:
         errors = [
-            (network(learner.shape, state["theta"], learner.inputs(state, x)) - r).square().item()
+            (network(learner.shape, state["theta"], learner.prepare_epoch(state).inputs(x)) - r).square().item()
             for row, (features, rewards) in enumerate(zip(batch.features, batch.rewards, strict=True))
             for x, r in zip(features[: batch.events[row]], rewards[: batch.events[row]], strict=True)
         ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from metaban.models.default.samples import SLATE
+from metaban.models.default.notes import Notes
 from metaban.models.learner import Query
 from metaban.models.numerics.slates import Slates
 from metaban.models.presets import build_learner
@@ -203,7 +203,7 @@ def logged_sample(trainer: Trainer, number: int) -> Sample:
     """A sample with small notes; with wide inputs, the notes also say that the slate had two arms."""
     phi = np.random.default_rng(number).uniform(size=trainer.learner.noted).astype(np.float32)
     if trainer.learner.inputs.removes_common:
-        phi[SLATE] = 2
+        phi[Notes.COUNT] = 2
     return replace(make_sample(number), phi=phi)
 
 
@@ -371,7 +371,7 @@ def test_nan_does_not_reach_other_users() -> None:
     shared = grouped(trainer) | {"common_ratio": torch.full((INPUTS,), 10.0)}
     people, sound = logged_people(trainer), logged_input(trainer, "broken", 4, first=60)
     noted = sound.samples[-1].phi.copy()
-    noted[SLATE] = NEAR_THE_LIMIT
+    noted[Notes.COUNT] = NEAR_THE_LIMIT
     broken = replace(sound, samples=[*sound.samples[:-1], replace(sound.samples[-1], phi=noted)])
     fitted = trainer.fit(shared, [broken, *people])
     assert fitted.quarantined == ("broken",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from metaban.models.default.served_epoch import PosteriorEpoch
+from metaban.models.numerics.arrays import Arrays
 from metaban.models.presets import build_learner
 from metaban.models.settings import named_settings
 from metaban.service.engine.model import served_model as served_module
@@ -96,16 +97,16 @@ def serve(model: ServedModel, number: int, members: Sequence[str] = ()) -> None:
     assert model.adopt_epoch(number, 0, shared_of(number), members)
 
 
-def watch_briefs(model: ServedModel) -> list[int]:
-    """Record how many users the learner prepares in each call."""
+def watch_briefs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record how many users the epochs of all models prepare in each call."""
     counts: list[int] = []
-    brief = model.learner.prepare_users
+    prepare = PosteriorEpoch.prepare_users
 
-    def counted(outline: Any, own: Any) -> Any:
+    def counted(epoch: PosteriorEpoch, own: Arrays) -> Arrays:
         counts.append(len(own["since"]))
-        return brief(outline, own)
+        return prepare(epoch, own)
 
-    model.learner.prepare_users = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(PosteriorEpoch, "prepare_users", counted)
     return counts
 
 
@@ -179,61 +180,61 @@ class TestRefresh:
         assert_identical(*found)
         assert any(not np.array_equal(one.mean, other.mean) for one, other in zip(before, found[0], strict=True))
 
-    def test_remaining_recent_users_are_counted(self) -> None:
+    def test_remaining_recent_users_are_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_briefed()
         model.put([state(model, user) for user in NAMES])
         assert model.refresh(64) == 0, "no requests yet"
         answers(model, NAMES[:3])
         assert model.refresh(64) == 0, "these are prepared already"
         serve(model, 1)
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         assert [model.refresh(most) for most in (0, 2, 2, 2)] == [3, 1, 0, 0]
         assert briefed == [2, 1]
         model.put([state(model, user, 2) for user in NAMES[2:]])
         assert model.refresh(0) == 1, "only one of the changed users was requested"
 
-    def test_requests_use_the_prepared_briefs(self) -> None:
+    def test_requests_use_the_prepared_briefs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_briefed()
         model.put([state(model, user) for user in NAMES])
         answers(model)
         serve(model, 1)
         model.put([state(model, "bob", 3, epoch=1)])
         refresh_all(model, 64)
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         answers(model)
         assert briefed == []
 
-    def test_earlier_request_prepares_its_user(self) -> None:
+    def test_earlier_request_prepares_its_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_briefed()
         model.put([state(model, user) for user in NAMES])
         answers(model)
         serve(model, 1)
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         answers(model, ["cleo"])
         assert briefed == [1]
         assert model.refresh(64) == 0
         assert briefed == [1, 4]
 
-    def test_most_recent_users_come_first(self) -> None:
+    def test_most_recent_users_come_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_briefed()
         model.put([state(model, user) for user in NAMES])
         answers(model)
         serve(model, 1)
         model.refresh(2)
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         answers(model, NAMES[-2:])
         assert briefed == []
         answers(model, NAMES[:-2])
         assert briefed == [1, 1, 1]
 
-    def test_dropped_users_are_skipped(self) -> None:
+    def test_dropped_users_are_skipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_briefed(pool=3, guests=2)
         put_each(model, [state(model, user, 2) for user in NAMES])
         answers(model)
         serve(model, 1, ["ada", "bob"])  # cleo is dropped from the pool
         model.remove("bob")
         model.put([state(model, "new")])  # dan, the least recently requested guest, is dropped
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         assert sorted(model.users()) == ["ada", "eve", "new"]
         refresh_all(model, 1)
         assert briefed == [1, 1]
@@ -299,9 +300,9 @@ class TestNoBriefIsUsedForAnotherStateOrEpoch:
         serve(fresh, 1)
         assert_identical(answers(model), answers(fresh))
 
-    def test_unknown_user_is_scored_under_the_new_epoch(self) -> None:
+    def test_unknown_user_is_scored_under_the_new_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_briefed()
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         said = []
         for number in range(3):
             if number:
@@ -312,7 +313,7 @@ class TestNoBriefIsUsedForAnotherStateOrEpoch:
                 serve(fresh, number)
             assert_identical([first, second], answers(fresh, ["somebody", "someone else"]))
             said.append(first.mean)
-        assert briefed == [1, 1, 1], "once an epoch, for unknown users"
+        assert briefed == [1] * 6, "once an epoch of each model, for unknown users"
         assert not np.allclose(said[0], said[1], atol=1e-3)
         assert not np.allclose(said[1], said[2], atol=1e-3)
 
@@ -333,9 +334,9 @@ class TestKeptBriefs:
         serve(model, 1)
         assert model.refresh(0) == 2
 
-    def test_least_recent_is_dropped_first(self, model: ServedModel) -> None:
+    def test_least_recent_is_dropped_first(self, monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
         answers(model, ["ada", "bob", "cleo"])
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         answers(model, ["bob", "cleo"])
         assert briefed == []
         answers(model, ["ada"])
@@ -348,17 +349,19 @@ class TestKeptBriefs:
         answers(model, ["cleo"])
         assert model.refresh(0) == 1, "ada's went for cleo's"
 
-    def test_requested_again_is_kept(self, model: ServedModel) -> None:
+    def test_requested_again_is_kept(self, monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
         answers(model, ["ada", "bob", "ada", "cleo"])
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         answers(model, ["ada"])
         assert briefed == []
 
-    def test_preparing_ahead_does_not_change_the_order(self, model: ServedModel) -> None:
+    def test_preparing_ahead_does_not_change_the_order(
+        self, monkeypatch: pytest.MonkeyPatch, model: ServedModel
+    ) -> None:
         answers(model, ["ada", "bob"])
         serve(model, 1)
         refresh_all(model, 64)
         answers(model, ["cleo"])
-        briefed = watch_briefs(model)
+        briefed = watch_briefs(monkeypatch)
         answers(model, ["bob"])
         assert briefed == []
