@@ -22,7 +22,7 @@ from metaban.models.default.samples import Samples
 from metaban.models.features import InputParts
 from metaban.models.learner import State
 from metaban.models.numerics.arrays import Array, Arrays, bounded, cast, library_of, packed, zeros
-from metaban.models.numerics.normalizer import CONSTANT_RELATIVE_SPREAD, Moments, standardize, usual_share, winsorize
+from metaban.models.numerics.normalizer import CONSTANT_RELATIVE_SPREAD, Moments, repeated_share, standardize, winsorize
 from metaban.models.settings import PosteriorSettings
 
 #: Narrowest bin, in standard deviations: a column with few distinct values would have bins of width 0.
@@ -42,18 +42,17 @@ CROSSED_CONTEXT_MAX = 16
 SMALLEST_VARIANCE = 1e-3
 
 
-def centre_and_scale(moments: Moments, usual: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, scale), both [d], where the share `usual` [d] of rows has the most frequent value of a column.
+def centre_and_scale(moments: Moments, repeated: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, scale), both [d], where a share `repeated` [d] of the rows repeats the most frequent value of a column.
 
-    The scale is the root mean square deviation per row with another value: the standard deviation of a column of
-    numbers, and about 1 for a tag that few arms have. In standard deviations such a tag would be a large number, and
-    its coefficient, with the same prior as others, would decide about these arms. Constant columns become 0, because
-    heads have their own constant, and columns that vary by rounding only stay small.
+    The scale is the root mean square deviation per row that does not: the standard deviation of a column of numbers,
+    about 1 for a tag. All coefficients have the same prior at first, and in standard deviations a tag that few arms
+    have would be a large number that decides about these arms. Constant columns become 0, because heads have their own
+    constant, and columns that vary by rounding only stay small.
     """
     deviation = (moments.squares / moments.count.clamp_min(1)).sqrt()
     constant = deviation <= CONSTANT_RELATIVE_SPREAD * (moments.mean.abs() + CONSTANT_RELATIVE_SPREAD)
-    scale = deviation / (1 - usual).clamp_min(1 / moments.count.clamp_min(1)).sqrt()
-    return moments.mean, torch.where(constant, deviation.clamp_min(1), scale)
+    return moments.mean, torch.where(constant, deviation.clamp_min(1), deviation / (1 - repeated).sqrt())
 
 
 def bins_for(inputs: int, bins: int, most: int) -> int:
@@ -232,7 +231,9 @@ class ArmInputs:
             derived = {"common_ratio": ratio.to(self.dtype), "common_centre": centre.to(self.dtype)}
         real = samples.weights > 0
         rows = winsorize(self.arm_part(derived, samples.features, slates), real)
-        mean, scale = centre_and_scale(Moments.of(rows, real), usual_share(rows, real))
+        # Principal directions are those of columns of equal variance, whatever their values.
+        repeated = 0 * rows[0] if self.narrowed else repeated_share(rows, real)
+        mean, scale = centre_and_scale(Moments.of(rows, real), repeated)
         derived |= {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
         rows = samples.evenly_spread(ROWS_MAX)
         z = self.standardized(derived, samples.features[rows], slates[rows])

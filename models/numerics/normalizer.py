@@ -87,19 +87,18 @@ def winsorize(rows: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid.unsqueeze(-1), drawn, 0.0)
 
 
-def usual_share(rows: Tensor, valid: Tensor) -> Tensor:
-    """Share [d] of the most frequent value among the valid rows [n] of each column of [n, d]."""
-    if not rows.shape[0]:
-        return rows.new_zeros(rows.shape[1], dtype=torch.float64)
+def repeated_share(rows: Tensor, valid: Tensor) -> Tensor:
+    """Share [d] of the valid rows [n] of [n, d] that repeat the most frequent value of a column; 0 if all differ."""
     step = max(1, -(-rows.numel() // QUANTILE_NUMBERS_MAX))
-    values, real = rows[::step], valid[::step].unsqueeze(-1)  # NaN equals nothing, itself included
-    ordered = torch.where(real, values.to(torch.float64), torch.nan).sort(0).values
-    place = torch.arange(ordered.shape[0], device=rows.device).unsqueeze(-1).expand_as(ordered)
-    changed = torch.ones_like(ordered, dtype=torch.bool)
-    changed[1:] = ordered[1:] != ordered[:-1]
-    first = torch.where(changed, place, 0).cummax(0).values  # of the run that a row belongs to
-    longest = (place - first + 1).amax(0)
-    return longest / real.sum().clamp_min(1).to(torch.float64)
+    values, real = rows[::step], valid[::step].unsqueeze(-1)
+    if not values.shape[0]:
+        return values.new_zeros(values.shape[1])
+    ordered = torch.where(real, values, torch.nan).sort(0).values  # NaN differs from NaN
+    place = torch.arange(ordered.shape[0], device=rows.device).unsqueeze(-1)  # [n, 1]
+    repeats = torch.zeros_like(ordered, dtype=torch.bool)
+    repeats[1:] = ordered[1:] == ordered[:-1]
+    first = torch.where(repeats, 0, place).cummax(0).values  # [n, d], where the run of equal values begins
+    return (place - first).amax(0) / real.sum().clamp_min(1).to(rows.dtype)
 
 
 #: Standardised inputs are clipped at this many deviations, so that one absurd feature does not disturb a network.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metaban.models.numerics.normalizer import LARGEST_DEVIATION, Moments, standardize, unit, winsorize
+from metaban.models.numerics.normalizer import LARGEST_DEVIATION, Moments, repeated_share, standardize, unit, winsorize
 
 
 def moments(rows: np.ndarray, valid: np.ndarray | None = None) -> Moments:
@@ -151,3 +151,23 @@ def test_inputs_of_any_size_become_unit_vectors(values: list[float], scale: floa
         assert abs(found.norm().item() - 1) < 1e-5
         direction = x.double() / x.double().norm()
         assert torch.allclose(found, direction, atol=1e-5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=12),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_repeated_share_counts_as_a_loop_does(rows: list[list[int]], seed: int) -> None:
+    valid = np.random.default_rng(seed).random(len(rows)) < 0.8
+    values = torch.tensor(rows, dtype=torch.float64).view(-1, 2)
+    found = repeated_share(values, torch.from_numpy(valid))
+    for column in range(2):
+        kept = [row[column] for row, real in zip(rows, valid, strict=True) if real]
+        most = max(map(kept.count, kept), default=1)
+        assert found[column].item() == (most - 1) / max(1, len(kept))
+
+
+def test_numbers_that_all_differ_repeat_nothing() -> None:
+    rows = torch.randn(1_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert not repeated_share(rows, torch.ones(1_000, dtype=torch.bool)).any()

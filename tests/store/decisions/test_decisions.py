@@ -20,6 +20,7 @@ from metaban.store.keys import NamespaceKeys
 from metaban.store.namespaces import NamespaceStore
 from tests.store.helpers import make_decision, same
 from tests.valkeys import Valkey, eventually, running_cluster
+from tests.worker.workshop import soon
 
 
 def test_round_trip():
@@ -52,9 +53,10 @@ async def test_a_decision_expires_with_its_reward_window(redis: Redis, keys: Nam
     await decisions.put(make_decision())
     assert await decisions.get("d1") is not None
 
-    async with asyncio.timeout(60):
-        while await decisions.get("d1") is not None:
-            await asyncio.sleep(0.05)
+    async def expired() -> bool:
+        return await decisions.get("d1") is None
+
+    await soon(expired)
 
 
 def sets_of(server: Valkey) -> int:
