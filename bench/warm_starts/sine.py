@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metaban.bench.core.report import Bar
 from metaban.bench.warm_starts.plan import FusionBenchPlan
-from metaban.bench.warm_starts.sine_tasks import (
+from metaban.bench.warm_starts.sine_nets import (
     ADAPT_STEPS,
     ADAPT_WITH,
     BANDS,

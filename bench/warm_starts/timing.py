@@ -13,7 +13,7 @@ from rich.console import Console
 from metaban.bench.core.report import Bar
 from metaban.bench.warm_starts.newcomers import Contest, starter_of
 from metaban.bench.warm_starts.plan import FusionBenchPlan
-from metaban.bench.warm_starts.sine_tasks import SHAPE, fresh_nets, output_inputs
+from metaban.bench.warm_starts.sine_nets import SHAPE, fresh_nets, output_inputs
 from metaban.bench.worlds.data import DataMissing, sine_nets
 from metaban.bench.worlds.profiles import ProfileWorld
 from metaban.models.fusion.training import FusionSettings, fit_fusion

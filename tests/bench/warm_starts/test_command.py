@@ -31,7 +31,7 @@ from metaban.bench.warm_starts.newcomers import (
 )
 from metaban.bench.warm_starts.plan import FusionBenchPlan
 from metaban.bench.warm_starts.sine import sine_bars
-from metaban.bench.warm_starts.sine_tasks import (
+from metaban.bench.warm_starts.sine_nets import (
     SHAPE,
     error,
     fresh_nets,
@@ -166,7 +166,7 @@ class TestNewUsers:
 
 
 def test_every_part_runs_small_and_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("metaban.bench.warm_starts.sine_tasks.ADAPT_STEPS", 2)
+    monkeypatch.setattr("metaban.bench.warm_starts.sine_nets.ADAPT_STEPS", 2)
     monkeypatch.setattr("metaban.models.fusion.warm_start_training.HEAD_SETTINGS", TINY)
     # With two threads in each of several processes, synchronisation would take longer than these small fits.
     monkeypatch.setattr("metaban.bench.warm_starts.timing.CORES", 1)
