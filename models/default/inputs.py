@@ -230,10 +230,10 @@ class ArmInputs:
             ratio, centre = fit_common_effect(samples.features, slates, samples.weights)
             derived = {"common_ratio": ratio.to(self.dtype), "common_centre": centre.to(self.dtype)}
         real = samples.weights > 0
-        rows = winsorize(self.arm_part(derived, samples.features, slates), real)
+        limited = winsorize(self.arm_part(derived, samples.features, slates), real)
         # Principal directions are those of columns of equal variance, whatever their values.
-        repeated = 0 * rows[0] if self.narrowed else repeated_share(rows, real)
-        mean, scale = centre_and_scale(Moments.of(rows, real), repeated)
+        repeated = 0 * limited[0] if self.narrowed else repeated_share(limited, real)
+        mean, scale = centre_and_scale(Moments.of(limited, real), repeated)
         derived |= {"mean": mean.to(self.dtype), "scale": scale.to(self.dtype)}
         rows = samples.evenly_spread(ROWS_MAX)
         z = self.standardized(derived, samples.features[rows], slates[rows])
