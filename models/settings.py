@@ -236,7 +236,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_events: int = 64
     epoch_growth: float = 0.03
 
-    STATE_FORMAT = 3  # users keep residuals
+    STATE_FORMAT = 4  # inputs that heads do not see make factors of arms
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
                  "head_directions", "memory_samples", "trunk", "products_max", "apart")  # fmt: skip
 

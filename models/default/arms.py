@@ -4,9 +4,11 @@
 
 b_i ~ N(0, v_b) is the effect of arm i around what its features say; q_i ~ N(0, diag v_q) are its factors, on which the
 head of a user has coefficients p_u ~ N(0, I): p_uᵀq_i is a low-rank taste (Salakhutdinov and Mnih, "Probabilistic
-Matrix Factorization", 2007). e_k is how often place k is looked at (places.py). t are terms whose coefficients
-β_j ~ N(0, v_βj) all users share: products of arm and context, and inputs that are too many for heads. All
-variances are learned by EM, so that a part that does not help shrinks to nothing.
+Matrix Factorization", 2007). Where an arm has more inputs than heads see, Vᵀu is added to its factors, u being the
+inputs that they do not see: the columns of V are the directions in which users differ. e_k is how often place k is
+looked at (places.py). t are terms whose coefficients β_j ~ N(0, v_βj) all users share: products of arm and context, and
+inputs that are too many for heads. All variances are learned by EM, so that a part that does not help shrinks to
+nothing.
 
 Given e_k, a reward r at place k is a reward r/e_k at the first place that counts e_k² times: the rest of the learner
 sees only first places. Everything here is derived from users' samples. An arm that is not in the table has the prior:
@@ -112,16 +114,20 @@ class ArmEffects:
 @final
 @dataclass(frozen=True, slots=True)
 class SharedTerms:
-    """Coefficients β [W] of the terms that all users share, and the spread v_β [W] of each; float64."""
+    """What terms mean: coefficients β [W], which all users share, and the spread v_β [W] of each; V [W₀, r], by which
+    the first terms make factors of an arm, and its spread v_V [r]; float64."""
 
     coefficients: Array
     spread: Array
+    factors: Array
+    factor_spread: Array
 
     @classmethod
-    def initial(cls, noise: Tensor, count: int) -> Self:
-        """Before any event."""
-        nothing = noise.new_zeros(count)
-        return cls(nothing, nothing + FIRST_WIDE * noise)
+    def initial(cls, noise: Tensor, count: int, making_factors: int) -> Self:
+        """Before any event, of W terms, of which the first W₀ may make factors."""
+        nothing, factors = noise.new_zeros(count), noise.new_zeros(making_factors, FACTORS)
+        spread = noise.new_zeros(FACTORS) + FIRST_FACTOR * noise / max(1, making_factors)
+        return cls(nothing, nothing + FIRST_WIDE * noise, factors, spread)
 
 
 @final
@@ -134,19 +140,26 @@ class SharedEffects:
     looks: Array
 
     @classmethod
-    def initial(cls, noise: Tensor, terms: int) -> Self:
+    def initial(cls, noise: Tensor, terms: int, making_factors: int) -> Self:
         """Before any event: all places alike."""
-        return cls(ArmEffects.initial(noise), SharedTerms.initial(noise, terms), noise.new_ones(PLACES))
+        shared = SharedTerms.initial(noise, terms, making_factors)
+        return cls(ArmEffects.initial(noise), shared, noise.new_ones(PLACES))
 
     @classmethod
     def stored(cls, shared: Mapping[str, Array]) -> Self:
         """From an epoch's shared state."""
-        terms = SharedTerms(shared["arm_wide"], shared["arm_wide_spread"])
+        names = ("arm_wide", "arm_wide_spread", "arm_wide_factors", "arm_wide_factor_spread")
+        terms = SharedTerms(*(shared[name] for name in names))
         return cls(ArmEffects.stored(shared), terms, shared["arm_looks"])
 
     def state(self) -> dict[str, Array]:
         """The shared state of all three."""
-        terms = {"arm_wide": self.terms.coefficients, "arm_wide_spread": self.terms.spread}
+        terms = {
+            "arm_wide": self.terms.coefficients,
+            "arm_wide_spread": self.terms.spread,
+            "arm_wide_factors": self.terms.factors,
+            "arm_wide_factor_spread": self.terms.factor_spread,
+        }
         return {**self.arms.state(), "arm_looks": self.looks, **terms}
 
 
@@ -212,12 +225,13 @@ class HeadSamples:
 class ArmSamples:
     """Samples of B users for the arms' posteriors; float64, except the terms, which take most of the memory.
 
-    Head inputs without factors [B, S, D₀], shared terms [B, S, W], rewards as observed [B, S], weights [B, S], 0 for
-    padding; keys and places [B, S] int64.
+    Head inputs without factors [B, S, D₀], shared terms [B, S, W], those that make factors [B, S, W₀], rewards as
+    observed [B, S], weights [B, S], 0 for padding; keys and places [B, S] int64.
     """
 
     inputs: Tensor
     wide: Tensor
+    making_factors: Tensor
     rewards: Tensor
     weights: Tensor
     keys: Tensor
@@ -273,7 +287,7 @@ class ArmPosteriors:
 
     def _head_samples(self, effects: SharedEffects, batch: ArmSamples, rows: Tensor) -> HeadSamples:
         looks = looks_at(effects.looks, batch.places)
-        h = torch.cat([batch.inputs, _padded(effects.arms.factors)[rows]], dim=-1)
+        h = torch.cat([batch.inputs, _factors(effects, batch, rows)], dim=-1)
         rest = _padded(effects.arms.effects)[rows] + double(batch.wide) @ effects.terms.coefficients
         return HeadSamples(h, batch.rewards / looks - rest, looks, batch.weights)
 
@@ -283,13 +297,15 @@ class ArmPosteriors:
         return samples.inputs, samples.targets, samples.weights * samples.looks.square()
 
     def round(self, prior: Prior, effects: SharedEffects, user_weights: Tensor) -> tuple[Prior, SharedEffects]:
-        """One round of EM: users' heads given the effects; features and effects jointly; factors; places."""
+        """One round of EM: users' heads given the effects; features and effects jointly; factors, of arms and of
+        inputs; places."""
         prior = with_tastes(prior.em_step(self.statistics(effects), user_weights))
         mean, covariance = prior.posterior(*self._moments(effects))  # [U, D], [U, D, D]
         users = torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])
         spreads = torch.split(covariance, [batch.rewards.shape[0] for batch in self._batches])
         prior, effects = self.effects_step(prior, effects, users)
         effects = self.factors_step(prior, effects, users, spreads)
+        effects = self.input_factors_step(prior, effects, users, spreads)
         return prior, self.looks_step(effects, users, spreads)
 
     def _moments(self, effects: SharedEffects) -> tuple[Tensor, Tensor]:
@@ -330,7 +346,8 @@ class ArmPosteriors:
         variances = share + ((pulled @ known) * pulled).sum(-1)
         spread = _spread(effects.square() + variances, self._used, FIRST_EFFECT * noise)
         own = coefficients[heads_size:]
-        terms = SharedTerms(own, _own_spreads(own.square() + known.diagonal()[heads_size:], noise))
+        spreads = _own_spreads(own.square() + known.diagonal()[heads_size:], noise)
+        terms = replace(terms, coefficients=own, spread=spreads)
         mean = torch.cat([coefficients[:heads_size], prior.mean[heads_size:]])
         arms = replace(arms, effects=effects, variances=variances, effect_spread=spread)
         return replace(prior, mean=mean), replace(before, arms=arms, terms=terms)
@@ -339,35 +356,67 @@ class ArmPosteriors:
         self, prior: Prior, effects: SharedEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
     ) -> SharedEffects:
         """Factors of each arm by ridge regression of what is left on the users' tastes, which are uncertain too."""
-        size, noise, arms = self._batches[0].inputs.shape[-1], prior.noise, effects.arms
+        noise, arms = prior.noise, effects.arms
         grams = prior.mean.new_zeros(self._count + 1, FACTORS * FACTORS)
         moments = grams.new_zeros(self._count + 1, FACTORS)
-        for place, (rows, heads, spread) in enumerate(zip(self._rows, users, spreads, strict=True)):
-            h, targets, weights = self._first_place(effects, place)
-            base, tastes = h[..., :size], heads[:, size:]  # [B, S, D₀], [B, r]
-            left = targets - (base @ heads[:, :size].unsqueeze(-1)).squeeze(-1)  # [B, S]
-            # E[p(y − hᵀw)] of correlated p and w.
-            moment = tastes.unsqueeze(1) * left.unsqueeze(-1) - base @ spread[:, :size, size:]  # [B, S, r]
-            gram = tastes.unsqueeze(-1) * tastes.unsqueeze(-2) + spread[:, size:, size:]  # [B, r, r]
-            w, index = weights / noise, rows.flatten()
-            each = (w.unsqueeze(-1) * gram.flatten(1).unsqueeze(1)).flatten(0, 1)  # [n, r²]
+        for place, (batch, rows) in enumerate(zip(self._batches, self._rows, strict=True)):
+            gram, moment, weights = self._tastes(prior, effects, place, users[place], spreads[place])
+            moment = moment - (double(batch.making_factors) @ effects.terms.factors) @ gram
+            weights, index = weights.unsqueeze(-1), rows.flatten()
+            each = (weights * gram.flatten(1).unsqueeze(1)).flatten(0, 1)  # [n, r²]
             grams = grams.index_add(0, index, each)
-            moments = moments.index_add(0, index, (w.unsqueeze(-1) * moment).flatten(0, 1))
+            moments = moments.index_add(0, index, (weights * moment).flatten(0, 1))
         precision = grams[:-1].view(-1, FACTORS, FACTORS) + (1 / arms.factor_spread).diag()
         covariance = inverse(precision)  # [A, r, r]
-        factors = (covariance @ moments[:-1].unsqueeze(-1)).squeeze(-1)
-        # Factors that are 0 stay 0: they begin with `sought`.
-        factors = torch.where((arms.factors != 0).any(0), factors, 0.0)
+        factors = _begun((covariance @ moments[:-1].unsqueeze(-1)).squeeze(-1), arms.factors)
         squares = factors.square() + covariance.diagonal(dim1=-2, dim2=-1)
         spread_of_all = _spread(squares, self._used, FIRST_FACTOR * noise)
         return replace(effects, arms=replace(arms, factors=factors, factor_spread=spread_of_all))
+
+    def input_factors_step(
+        self, prior: Prior, effects: SharedEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]
+    ) -> SharedEffects:
+        """V by the same regression, of what the arms' own factors leave on inputs × tastes."""
+        noise, terms = prior.noise, effects.terms
+        count = terms.factors.shape[0]
+        if not count:
+            return effects
+        precision = (1 / terms.factor_spread).repeat(count).diag().view(count, FACTORS, count, FACTORS)
+        moments = torch.zeros_like(terms.factors)
+        own = _padded(effects.arms.factors)
+        for place, (batch, rows) in enumerate(zip(self._batches, self._rows, strict=True)):
+            gram, moment, weights = self._tastes(prior, effects, place, users[place], spreads[place])
+            inputs = double(batch.making_factors)  # [B, S, W₀]
+            weighted = inputs * weights.unsqueeze(-1)
+            moments = moments + weighted.flatten(0, 1).mT @ (moment - own[rows] @ gram).flatten(0, 1)
+            precision = precision + torch.einsum("uij,uab->iajb", weighted.mT @ inputs, gram)
+        covariance = inverse(precision.reshape(count * FACTORS, -1))
+        factors = _begun((covariance @ moments.flatten()).view_as(terms.factors), terms.factors)
+        squares = factors.square() + covariance.diagonal().view_as(factors)
+        used = torch.ones_like(factors[:, 0], dtype=torch.bool)
+        spread = _spread(squares, used, FIRST_FACTOR * noise / count)
+        return replace(effects, terms=replace(terms, factors=factors, factor_spread=spread))
+
+    def _tastes(
+        self, prior: Prior, effects: SharedEffects, place: int, heads: Tensor, spread: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch as regressions on the factors of its samples' arms: E[ppᵀ] [B, r, r] and E[p(y − hᵀw)] [B, S, r] by
+        the users' tastes p, without the factors' part, and weights in units of the noise [B, S]."""
+        size = self._batches[place].inputs.shape[-1]
+        h, targets, weights = self._first_place(effects, place)
+        base, tastes = h[..., :size], heads[:, size:]  # [B, S, D₀], [B, r]
+        left = targets - (base @ heads[:, :size].unsqueeze(-1)).squeeze(-1)  # [B, S]
+        # p and w are correlated.
+        moment = tastes.unsqueeze(1) * left.unsqueeze(-1) - base @ spread[:, :size, size:]
+        gram = tastes.unsqueeze(-1) * tastes.unsqueeze(-2) + spread[:, size:, size:]
+        return gram, moment, weights / prior.noise
 
     def looks_step(self, before: SharedEffects, users: Sequence[Tensor], spreads: Sequence[Tensor]) -> SharedEffects:
         """e_k by regression of the rewards at place k on what is predicted for the first place, with its variance."""
         arms, evidence = before.arms, LookEvidence.before(before.looks)
         effects, variances = _padded(arms.effects), torch.cat([arms.variances, arms.effect_spread.view(1)])
         for batch, rows, heads, spread in zip(self._batches, self._rows, users, spreads, strict=True):
-            h = torch.cat([batch.inputs, _padded(arms.factors)[rows]], dim=-1)
+            h = torch.cat([batch.inputs, _factors(before, batch, rows)], dim=-1)
             first = (h @ heads.unsqueeze(-1)).squeeze(-1) + effects[rows]  # [B, S]
             first = first + double(batch.wide) @ before.terms.coefficients
             square = first.square() + ((h @ spread) * h).sum(-1) + variances[rows]
@@ -375,31 +424,39 @@ class ArmPosteriors:
         return replace(before, looks=evidence.looks(before.looks))
 
     def sought(self, prior: Prior, before: SharedEffects, generator: torch.Generator) -> SharedEffects:
-        """New factors: singular vectors of what is left of the rewards, users × arms, by power iteration.
+        """New factors: singular vectors of what is left of the rewards, users × arms and inputs, by power iteration.
 
         Factors that begin near 0 would stay there: each side is fitted while the other is small.
         """
-        without = replace(before, arms=replace(before.arms, factors=0 * before.arms.factors))
+        arms, terms = before.arms, before.terms
+        nothing = replace(terms, factors=0 * terms.factors)
+        without = replace(before, arms=replace(arms, factors=0 * arms.factors), terms=nothing)
         mean = prior.posterior_mean(*self._moments(without))
         residuals = []
         for place, heads in enumerate(torch.split(mean, [batch.rewards.shape[0] for batch in self._batches])):
             h, targets, weights = self._first_place(without, place)
             residuals.append(weights * (targets - (h @ heads.unsqueeze(-1)).squeeze(-1)))  # [B, S]
-        of_arms = torch.randn(self._count, SEARCH_COLUMNS, generator=generator, dtype=torch.float64).to(mean)
+        # Inputs first: the number of unused rows of arms must not change what they start from.
+        count = terms.factors.shape[0]
+        found = torch.randn(count + self._count, SEARCH_COLUMNS, generator=generator, dtype=torch.float64).to(mean)
         for _ in range(SEARCH_STEPS):
-            of_users = [
-                (residual.unsqueeze(-1) * _padded(of_arms)[rows]).sum(1)
-                for residual, rows in zip(residuals, self._rows, strict=True)
-            ]  # [B, columns] each
-            turned = of_arms.new_zeros(self._count + 1, SEARCH_COLUMNS)
-            for residual, rows, users in zip(residuals, self._rows, of_users, strict=True):
-                turned = turned.index_add(
-                    0, rows.flatten(), (residual.unsqueeze(-1) * users.unsqueeze(1)).flatten(0, 1)
-                )
-            of_arms = torch.linalg.qr(turned[:-1]).Q
-        start = (FIRST_FACTOR * prior.noise * self._used.sum()).sqrt()
-        spread = torch.full_like(before.arms.factor_spread, 1) * start**2 / self._used.sum().clamp_min(1)
-        return replace(before, arms=replace(before.arms, factors=of_arms[:, :FACTORS] * start, factor_spread=spread))
+            of_inputs = found.new_zeros(count, SEARCH_COLUMNS)
+            of_arms = found.new_zeros(self._count + 1, SEARCH_COLUMNS)
+            for residual, rows, batch in zip(residuals, self._rows, self._batches, strict=True):
+                inputs = double(batch.making_factors)
+                values = _padded(found[count:])[rows] + inputs @ found[:count]  # [B, S, columns]
+                users = (residual.unsqueeze(-1) * values).sum(1)  # [B, columns]
+                each = (residual.unsqueeze(-1) * users.unsqueeze(1)).flatten(0, 1)
+                of_inputs = of_inputs + inputs.flatten(0, 1).mT @ each
+                of_arms = of_arms.index_add(0, rows.flatten(), each)
+            found = torch.linalg.qr(torch.cat([of_inputs, of_arms[:-1]])).Q
+        # Each factor begins with the variance v_q, whether arms or inputs make it.
+        first, used = FIRST_FACTOR * prior.noise, self._used.sum()
+        spread = torch.full_like(arms.factor_spread, 1) * first * used / used.clamp_min(1)
+        factors = found[:, :FACTORS] * first.sqrt()
+        arms = replace(arms, factors=factors[count:] * used.sqrt(), factor_spread=spread)
+        spread = torch.full_like(spread, 1) * first / max(1, count)
+        return replace(before, arms=arms, terms=replace(terms, factors=factors[:count], factor_spread=spread))
 
 
 def with_tastes(prior: Prior) -> Prior:
@@ -416,6 +473,16 @@ def with_tastes(prior: Prior) -> Prior:
 def _padded(values: Tensor) -> Tensor:
     """Values of arms [A, …] and one 0 for arms without a row."""
     return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+
+
+def _factors(effects: SharedEffects, batch: ArmSamples, rows: Tensor) -> Tensor:
+    """Factors of the samples' arms [B, S, r], by their rows [B, S]: their own, and those that their inputs make."""
+    return _padded(effects.arms.factors)[rows] + double(batch.making_factors) @ effects.terms.factors
+
+
+def _begun(factors: Tensor, before: Tensor) -> Tensor:
+    """Factors [n, r], 0 where they were 0 for all n: they begin with `sought`."""
+    return torch.where((before != 0).any(0), factors, 0.0)
 
 
 def _spread(squares: Tensor, used: Tensor, first: Tensor) -> Tensor:

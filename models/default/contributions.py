@@ -1,12 +1,12 @@
 """Explanation of the default learner's mean.
 
-The mean is wᵀh(z) + βᵀt(z) + b_i + p_uᵀq_i, plus the memory's correction (arms.py), with the user's head w on
-h = [1, x, x⊗x, p(z)] of standardised inputs z, and terms t(z) that all users share coefficients of. Its blocks, with w₀
-of a user without rewards:
+The mean is wᵀh(z) + (β + Vp_u)ᵀt(z) + b_i + p_uᵀq_i, plus the memory's correction (arms.py), with the user's head w on
+h = [1, x, x⊗x, p(z)] of standardised inputs z, and terms t(z). Its blocks, with w₀ of a user without rewards:
 
-    shared = w₀ᵀh(z) + βᵀt(z)      user = (w − w₀)ᵀh(z)      arm = b_i      taste = p_uᵀq_i      memory
+    shared = w₀ᵀh(z) + (β + Vp₀)ᵀt(z)      user = (w − w₀)ᵀh(z) + (V(p_u − p₀))ᵀt(z)
+    arm = b_i      taste = p_uᵀq_i      memory
 
-w₀ is the prior's mean, mixed with groups and pooled head like all heads.
+w₀ and p₀ are the prior's mean, mixed with groups and pooled head like all heads.
 Columns are gradient × input of shared + user, the trunk's p included, with the slate summary fixed; the intercept is
 shared + user at z = 0. The memory is no part of the columns: its kernel is so narrow that its gradient is 0 almost
 everywhere.
@@ -32,7 +32,6 @@ def posterior_contributions(
     inputs: ArmInputs,
     shared_state: SharedState,
     trunk: ServedTrunk | None,
-    coefficients: Array,
     own: Mapping[str, Array],
     newborn: Array,
     z: Array,
@@ -68,24 +67,34 @@ def posterior_contributions(
     else:
         through = by_head @ double(basis["directions"]).mT if inputs.narrowed else by_head
         gradient[:, : inputs.head_inputs_count] += through
-    shared, arm, taste, memory = first, nothing, nothing, nothing
+    shared, user = first, h @ w[: last + 1] - first
+    arm, taste, memory = nothing, nothing, nothing
     if arms is not None:
         arm, taste = double(arms.effects), double(arms.factors) @ w[last + 1 :]
         if inputs.wide:
-            weights, inputs_z = double(coefficients), double(z)
-            shared = shared + inputs.wide_inputs(basis, inputs_z) @ weights
-            gradient = gradient + inputs.wide_gradient(basis, inputs_z, weights)
+            terms = inputs.wide_inputs(basis, double(z))
+            by_all, by_user = (term_coefficients(inputs, shared_state, head[last + 1 :]) for head in (w0, w))
+            shared, user = shared + terms @ by_all, user + terms @ (by_user - by_all)
+            gradient = gradient + inputs.wide_gradient(basis, double(z), by_user)
     if settings.heads and settings.memory:
         memory, _ = memory_correction(known, Slates([z.shape[0]]), own, shared_state.gain, settings.memory_radius)
     return Contributions(
         columns=gradient * double(z),
         intercept=nothing + head_inputs(zeros((1, z.shape[1]), z)) @ w[: last + 1],
         shared=shared,
-        user=h @ w[: last + 1] - first,
+        user=user,
         arm=arm,
         taste=taste,
         memory=memory,
     )
+
+
+def term_coefficients(inputs: ArmInputs, shared: SharedState, tastes: Array) -> Array:
+    """β + Vp [W], the coefficients of terms for tastes p [r]."""
+    terms = shared.effects.terms
+    coefficients = terms.coefficients + zeros(terms.coefficients.shape, terms.coefficients)
+    coefficients[: inputs.making_factors] += inputs.factor_inputs(shared.basis, terms.factors @ tastes)
+    return coefficients
 
 
 def through_products(x: Array, weight: Array) -> Array:

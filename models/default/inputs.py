@@ -183,6 +183,8 @@ class ArmInputs:
         #: Numbers of an input that heads and memory see.
         self.seen = settings.head_directions if self.narrowed else min(self.head_inputs_count, most)
         self._unseen = min(UNSEEN_MAX, count if self.narrowed else count - self.seen)
+        #: The first terms, which make factors of an arm: inputs of the arm that heads do not see.
+        self.making_factors = self._unseen if self.head_inputs_count > most else 0
         self._arms_crossed, self._contexts_crossed = (
             min(parts.arm, CROSSED_ARM_MAX),
             min(parts.context, CROSSED_CONTEXT_MAX),
@@ -299,6 +301,13 @@ class ArmInputs:
             return z[..., :0]
         first, second = shared["wide_factors"]
         return z[..., first] * _with_one(z)[..., second]
+
+    def factor_inputs(self, shared: Arrays, terms: Array) -> Array:
+        """The terms that make factors [..., W₀], from all terms [..., W]; 0 for those of the context."""
+        if not self.making_factors:
+            return terms[..., :0]
+        of_arm = shared["wide_factors"][0, : self.making_factors] < self._parts.arm
+        return terms[..., : self.making_factors] * cast(of_arm, terms)
 
     def wide_gradient(self, shared: Arrays, z: Array, weights: Array) -> Array:
         """Gradient [n, d] of the terms of z [n, d], weighted by β [W]."""

@@ -123,7 +123,8 @@ class PosteriorLearner(Learner):
 
     def _no_effects(self, device: torch.device) -> SharedEffects:
         """The effects before any event."""
-        return SharedEffects.initial(Prior.initial(self.head_size).noise.to(device), self.inputs.wide)
+        noise = Prior.initial(self.head_size).noise.to(device)
+        return SharedEffects.initial(noise, self.inputs.wide, self.inputs.making_factors)
 
     def _with_inputs(self, shared: SharedState, basis: State) -> SharedState:
         """New parameters of inputs, and the shared coefficients of those of their terms that are not new."""
@@ -131,7 +132,9 @@ class PosteriorLearner(Learner):
             return replace(shared, basis=shared.basis | basis)
         before, same = shared.effects.terms, self.inputs.same_terms(shared.basis, basis).to(torch.float64)  # [W, W]
         spread = torch.where(same.any(-1), same @ before.spread, FIRST_WIDE * shared.prior.noise)
-        terms = SharedTerms(same @ before.coefficients, spread)
+        making = self.inputs.making_factors
+        factors = same[:making, :making] @ before.factors
+        terms = SharedTerms(same @ before.coefficients, spread, factors, before.factor_spread)
         return replace(shared, basis=shared.basis | basis, effects=replace(shared.effects, terms=terms))
 
     def with_epoch_number(self, shared: State, number: int) -> State:
@@ -161,7 +164,9 @@ class PosteriorLearner(Learner):
         z = self.inputs.standardized(shared.basis, batch.features, notes.slate)
         effects, _, factors = shared.effects.arms.of(batch.arm_keys)
         if self.inputs.wide:
-            effects = effects + double(self.inputs.wide_inputs(shared.basis, z)) @ shared.effects.terms.coefficients
+            terms, known = double(self.inputs.wide_inputs(shared.basis, z)), shared.effects.terms
+            effects = effects + terms @ known.coefficients
+            factors = factors + self.inputs.factor_inputs(shared.basis, terms) @ known.factors
         h = self.inputs.head_inputs(shared.basis, z, notes.trunk, cast(factors, z))
         looks = cast(looks_at(shared.effects.looks, batch.places), z)
         recent = recency_weight(batch.epochs >= shared.since, batch.rewards) * batch.valid
@@ -207,6 +212,7 @@ class PosteriorLearner(Learner):
             groups=self._used(arrays.groups),
             arms=ArmLookup.of(arrays.effects.arms, like),
             coefficients=cast(arrays.effects.terms.coefficients, like),
+            factors=cast(arrays.effects.terms.factors, like),
             noise=cast(arrays.prior.noise, like),
         )
 
@@ -300,10 +306,12 @@ class PosteriorLearner(Learner):
             z = self.inputs.standardized(shared.basis, batch.features, notes.slate)
             h = self.inputs.head_inputs(shared.basis, z, notes.trunk)[..., :-FACTORS]
             recent = recency_weight(batch.epochs >= shared.since, batch.rewards) * batch.valid
+            wide = self.inputs.wide_inputs(shared.basis, z)
             samples.append(
                 ArmSamples(
                     double(h),
-                    self.inputs.wide_inputs(shared.basis, z),
+                    wide,
+                    self.inputs.factor_inputs(shared.basis, wide),
                     double(batch.rewards),
                     double(recent),
                     batch.arm_keys,

@@ -48,6 +48,7 @@ class PosteriorEpoch(ServedEpoch):
     groups: Groups | None  # None if there are none, or they are switched off
     arms: ArmLookup
     coefficients: Array  # β [W] of shared terms in the learner's dtype
+    factors: Array  # V [W₀, r], by which the first of these terms make factors, in the learner's dtype
     noise: Array  # σ² [] in the learner's dtype
 
     def prepare_users(self, own: Arrays) -> Arrays:
@@ -122,7 +123,10 @@ class PosteriorEpoch(ServedEpoch):
             return None
         arms = self.arms.look_up(zeros((z.shape[0],), query.own_row) if query.arm_keys is None else query.arm_keys)
         if self.inputs.wide:
-            arms.effects = arms.effects + self.inputs.wide_inputs(self.shared.basis, z) @ self.coefficients
+            terms = self.inputs.wide_inputs(self.shared.basis, z)
+            arms.effects = arms.effects + terms @ self.coefficients
+            if self.inputs.making_factors:
+                arms.factors = arms.factors + self.inputs.factor_inputs(self.shared.basis, terms) @ self.factors
         return arms
 
     def agreement(self, pool: Arrays, query: Query, rows: Array) -> Agreement:
@@ -150,9 +154,7 @@ class PosteriorEpoch(ServedEpoch):
         if self.settings.heads and self.settings.arms:
             keys = zeros(rows.shape, query.own_row) if query.arm_keys is None else query.arm_keys[rows]
             arms = self.arms.look_up(keys)
-        return posterior_contributions(
-            self.settings, self.inputs, self.shared, self.trunk, self.coefficients, query.own, newborn, z, arms
-        )
+        return posterior_contributions(self.settings, self.inputs, self.shared, self.trunk, query.own, newborn, z, arms)
 
     def looks(self, places: Array) -> Array:
         return looks_at(self.shared.effects.looks, places)

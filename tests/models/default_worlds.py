@@ -154,6 +154,7 @@ def with_known_arms(shared: State, generator: torch.Generator, catalogue: int) -
         "arm_effect_spread": torch.tensor(0.07, dtype=torch.float64),
         "arm_looks": looks,
         "arm_wide": random(*shared["arm_wide"].shape) - 0.5,
+        "arm_wide_factors": random(*shared["arm_wide_factors"].shape) - 0.5,
     }
 
 
@@ -376,6 +377,13 @@ def chosen_directions(shared: State, inputs: int) -> Array | None:
     return as_array(shared["directions"]) if "directions" in shared else None
 
 
+def made_factors(learner: PosteriorLearner, shared: State) -> dict[int, list[float]]:
+    """V by the columns of the arm that it multiplies."""
+    made = shared["arm_wide_factors"].to(torch.float64).tolist()
+    columns = shared["wide_factors"][0, : len(made)].tolist() if made else []
+    return {column: row for column, row in zip(columns, made, strict=True) if column < learner.parts.arm}
+
+
 def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
     """The literal learner with the same shared numbers."""
     settings, inputs = learner.settings, learner.input_size
@@ -427,6 +435,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
             )
             if "wide_factors" in shared
             else {},
+            made=made_factors(learner, shared),
         ),
     )
 

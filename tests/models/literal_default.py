@@ -60,6 +60,7 @@ class LiteralShared:
     unknown: LiteralKnown  # an arm with an id that is not among them
     looks: list[float]  # e_k, the last for all later places
     wide: dict[tuple[int, int], float]  # β by the two columns that are multiplied; the last column is 1
+    made: dict[int, list[float]]  # V: the factors that a column of the arm makes
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class LiteralPosterior:
 
     def h(self, arm: LiteralShown, predicted: float) -> Array:
         """[1, x, products of pairs of x where there is room for them, p, q]."""
-        x, factors = self.inputs(arm), self.known(arm).factors
+        x, factors = self.inputs(arm), self.factors(arm)
         products = []
         if len(self.shared.prior_mean) > len(x) + 2 + len(factors):
             for i in range(len(x)):
@@ -200,6 +201,14 @@ class LiteralPosterior:
         if not arm.key:
             return LiteralKnown(0.0, 0.0, [0.0] * len(self.shared.unknown.factors))
         return self.shared.arms.get(arm.key, self.shared.unknown)
+
+    def factors(self, arm: LiteralShown) -> list[float]:
+        """q_i + Vᵀz: the arm's own factors, and those that its inputs make."""
+        z, own = self.standardized(arm), self.known(arm).factors
+        return [
+            own[place] + sum(made[place] * z[column] for column, made in self.shared.made.items())
+            for place in range(len(own))
+        ]
 
     def effect(self, arm: LiteralShown) -> float:
         """b_i + βᵀz: the same for all users."""

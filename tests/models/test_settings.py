@@ -107,7 +107,7 @@ def test_state_of_another_format_is_refused_with_what_to_do() -> None:
         {name: value for name, value in stored.items() if name != "state_format"},
     ):
         with pytest.raises(
-            ValueError, match=r"format 1, and this version reads format 3\. Use another namespace, or delete"
+            ValueError, match=r"format 1, and this version reads format 4\. Use another namespace, or delete"
         ):
             stored_settings(other)
     assert named_settings("paper").to_json()["state_format"] == 1

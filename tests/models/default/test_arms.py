@@ -48,15 +48,20 @@ def generator_of(seed: int) -> torch.Generator:
 def samples_of(
     seed: int, users: int, each: int, *, arms: int = 5, wide: int = 0, places: int = 4, padding: int = 2
 ) -> ArmSamples:
-    """Random samples; some are old, some arms have no id (key 0), and padding has numbers that must have no effect."""
+    """Random samples; some are old, some arms have no id (key 0), and padding has numbers that must have no effect.
+
+    All terms but the last make factors.
+    """
     random = np.random.default_rng(seed)
     inputs = random.normal(size=(users, each + padding, INPUTS))
     inputs[..., 0] = 1
     weights = random.choice([1.0, 1.0, 0.05], size=(users, each + padding))
     weights[:, each:] = 0
+    terms = random.normal(size=(users, each + padding, wide))
     given = {
         "inputs": inputs,
-        "wide": random.normal(size=(users, each + padding, wide)),
+        "wide": terms,
+        "making_factors": terms[..., :-1],
         "rewards": random.random((users, each + padding)),
         "weights": weights,
         "keys": 10 * random.integers(0, 1 + arms, size=(users, each + padding)),
@@ -93,7 +98,13 @@ def effects_of(keys: Tensor, seed: int = 0, wide: int = 0) -> SharedEffects:
         "factor_spread": 0.1 + random.random(FACTORS),
     }
     arms = ArmEffects(keys=keys, **{name: torch.from_numpy(value) for name, value in given.items()})
-    terms = SharedTerms(torch.from_numpy(random.normal(size=wide)), torch.from_numpy(0.1 + random.random(wide)))
+    of_terms = {
+        "coefficients": random.normal(size=wide),
+        "spread": 0.1 + random.random(wide),
+        "factors": 0.3 * random.normal(size=(max(0, wide - 1), FACTORS)),
+        "factor_spread": 0.1 + random.random(FACTORS),
+    }
+    terms = SharedTerms(**{name: torch.from_numpy(value) for name, value in of_terms.items()})
     return SharedEffects(arms, terms, torch.from_numpy(looks))
 
 
@@ -226,7 +237,8 @@ class Round:
                         place=int(batch.places[user, place]),
                         look=look,
                         row=row,
-                        q=np.zeros(FACTORS) if row is None else self.effects.arms.factors[row].numpy(),
+                        own=np.zeros(FACTORS) if row is None else self.effects.arms.factors[row].numpy(),
+                        made=self.effects.terms.factors.numpy().T @ batch.making_factors[user, place].numpy(),
                         b=0.0 if row is None else float(self.effects.arms.effects[row]),
                         mean=means[user].numpy(),
                         spread=spreads[user].numpy(),
@@ -244,10 +256,25 @@ class PlainSample:
     place: int
     look: float
     row: int | None  # of its arm, None if it has none
-    q: Array
+    own: Array  # factors of the arm itself
+    made: Array  # factors that its inputs make
     b: float
     mean: Array  # of the user's head
     spread: Array
+
+    @property
+    def q(self) -> Array:
+        return self.own + self.made
+
+    @property
+    def making_factors(self) -> Array:
+        return self.wide[:-1]
+
+    def regression(self, effects: SharedEffects, noise: float) -> tuple[Array, float, float]:
+        """E of [w, p][w, p]ᵀ, what these explain of the reward at the first place, and how often it counts."""
+        second = self.spread + np.outer(self.mean, self.mean)
+        shared = self.b + float(self.wide @ effects.terms.coefficients.numpy())
+        return second, self.reward / self.look - shared, self.weight * self.look**2 / noise
 
 
 class TestSteps:
@@ -293,10 +320,11 @@ class TestSteps:
         assert torch.equal(found.looks, now.effects.looks)
         assert torch.equal(arms.factors, now.effects.arms.factors)
 
+    @pytest.mark.parametrize("wide", [0, 3])
     @pytest.mark.parametrize("seed", range(3))
-    def test_factors_minimise_the_expected_error(self, seed: int) -> None:
-        """Arm by arm, with the expectation over uncertain heads [w, p]: E[ppᵀ] q = E[p·(y − xᵀw)]."""
-        now = Round.random(seed)
+    def test_factors_minimise_the_expected_error(self, seed: int, wide: int) -> None:
+        """Arm by arm, with the expectation over uncertain heads [w, p]: E[ppᵀ](q + Vᵀu) = E[p·(y − xᵀw)]."""
+        now = Round.random(seed, wide)
         noise = float(now.prior.noise)
         found = now.posteriors.factors_step(now.prior, now.effects, now.means, now.spreads).arms
         squares = np.zeros(FACTORS)
@@ -305,15 +333,35 @@ class TestSteps:
             for sample in now.samples():
                 if sample.row != row:
                     continue
-                second = sample.spread + np.outer(sample.mean, sample.mean)  # E of [w, p][w, p]ᵀ
-                target = sample.reward / sample.look - sample.b
-                weight = sample.weight * sample.look**2 / noise
+                second, target, weight = sample.regression(now.effects, noise)
                 precision += weight * second[INPUTS:, INPUTS:]
-                moment += weight * (sample.mean[INPUTS:] * target - second[INPUTS:, :INPUTS] @ sample.x)
+                moment += weight * (sample.mean[INPUTS:] * target - second[INPUTS:] @ [*sample.x, *sample.made])
             np.testing.assert_allclose(found.factors[row], np.linalg.solve(precision, moment), atol=1e-9)
             squares += found.factors[row].numpy() ** 2 + np.diag(np.linalg.inv(precision))
         expected = (squares + FIRST_ARMS * FIRST_FACTOR * noise) / (len(now.used) + FIRST_ARMS)
         np.testing.assert_allclose(found.factor_spread, expected, rtol=1e-9)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_factors_made_by_inputs_minimise_the_expected_error(self, seed: int) -> None:
+        """One regression on all products of an input and a taste, u ⊗ p, given the arms' own factors."""
+        now = Round.random(seed, 4)
+        noise, before = float(now.prior.noise), now.effects.terms
+        found = now.posteriors.input_factors_step(now.prior, now.effects, now.means, now.spreads)
+        precision = np.diag(np.tile(1 / before.factor_spread.numpy(), 3))
+        moment = np.zeros(3 * FACTORS)
+        for sample in now.samples():
+            second, target, weight = sample.regression(now.effects, noise)
+            u = sample.making_factors
+            precision += weight * np.kron(np.outer(u, u), second[INPUTS:, INPUTS:])
+            each = sample.mean[INPUTS:] * target - second[INPUTS:] @ [*sample.x, *sample.own]
+            moment += weight * np.kron(u, each)
+        expected = np.linalg.solve(precision, moment).reshape(3, FACTORS)
+        np.testing.assert_allclose(found.terms.factors, expected, atol=1e-9)
+        squares = expected**2 + np.diag(np.linalg.inv(precision)).reshape(3, FACTORS)
+        spread = (squares.sum(0) + FIRST_ARMS * FIRST_FACTOR * noise / 3) / (3 + FIRST_ARMS)
+        np.testing.assert_allclose(found.terms.factor_spread, spread, rtol=1e-9)
+        assert torch.equal(found.terms.coefficients, before.coefficients)
+        assert torch.equal(found.arms.factors, now.effects.arms.factors)
 
     def test_factors_that_are_zero_stay_so_until_they_are_sought(self) -> None:
         now = Round.random(1)
@@ -323,6 +371,15 @@ class TestSteps:
         found = now.posteriors.factors_step(now.prior, given, now.means, now.spreads).arms
         assert not found.factors[:, 2].any()
         assert (found.factors[:4, [0, 1, 3]] != 0).all()
+
+    def test_so_do_those_made_by_inputs(self) -> None:
+        now = Round.random(1, 3)
+        factors = now.effects.terms.factors.clone()
+        factors[:, 2] = 0
+        given = replace(now.effects, terms=replace(now.effects.terms, factors=factors))
+        found = now.posteriors.input_factors_step(now.prior, given, now.means, now.spreads).terms
+        assert not found.factors[:, 2].any()
+        assert (found.factors[:, [0, 1, 3]] != 0).all()
 
     @pytest.mark.parametrize("wide", [0, 2])
     @pytest.mark.parametrize("seed", range(3))
@@ -408,19 +465,20 @@ def world_of(
         first = level + 0.2 * inputs[..., 1] + b[arm] + (p[:, None] * q[arm]).sum(-1)
         rewards = looks[place] * first + noise * random.normal(size=(users, each))
         ones, nothing = np.ones((users, each)), np.zeros((users, each, 0))
-        return ArmSamples(*(torch.from_numpy(part) for part in (inputs, nothing, rewards, ones, 1 + arm, place)))
+        parts = (inputs, nothing, nothing, rewards, ones, 1 + arm, place)
+        return ArmSamples(*(torch.from_numpy(part) for part in parts))
 
     return World(drawn(), drawn(), b, looks, noise)
 
 
-def nothing_known(wide: int = 0) -> tuple[Prior, SharedEffects]:
+def nothing_known(batch: ArmSamples) -> tuple[Prior, SharedEffects]:
     prior = with_tastes(Prior.initial(INPUTS + FACTORS))
-    return prior, SharedEffects.initial(prior.noise, wide)
+    return prior, SharedEffects.initial(prior.noise, batch.wide.shape[-1], batch.making_factors.shape[-1])
 
 
 def learned(batches: list[ArmSamples], epochs: int = 8, *, seek: bool = False) -> tuple[Prior, SharedEffects]:
     """After some epochs; factors are sought in the first and in the fourth."""
-    prior, effects = nothing_known(batches[0].wide.shape[-1])
+    prior, effects = nothing_known(batches[0])
     users = torch.ones(sum(len(batch.rewards) for batch in batches), dtype=torch.float64)
     for epoch in range(epochs):
         prior, effects = derive_effects(
@@ -476,6 +534,31 @@ class TestLearning:
         sizes = torch.linalg.svdvals(effects.arms.factors[effects.arms.keys != UNUSED_KEY])
         assert sizes[2] < 0.5 * sizes[1]
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_directions_in_which_users_differ_are_found(self, seed: int) -> None:
+        """30 inputs that heads do not see, two latent tastes, arms without ids: V spans these two directions."""
+        random = np.random.default_rng(seed)
+        users, each, count = 100, 60, 30
+        truth, p = 0.3 * random.normal(size=(count, 2)) / np.sqrt(2), random.normal(size=(users, 1, 2))
+        seen = random.normal(size=(users, each, count))
+        inputs = np.ones((users, each, INPUTS))
+        inputs[..., 1:] = random.normal(size=(users, each, INPUTS - 1))
+        rewards = 0.5 + ((seen @ truth) * p).sum(-1) + 0.3 * random.normal(size=(users, each))
+        nothing = np.zeros((users, each), dtype=np.int64)
+        parts = (inputs, seen, seen, rewards, np.ones((users, each)), nothing, nothing)
+        samples = ArmSamples(*(torch.from_numpy(part) for part in parts))
+        _, effects = learned([samples], seek=True)
+        found = effects.terms.factors.numpy()
+        sizes = np.linalg.svd(found, compute_uv=False)
+        assert sizes[2] < 0.3 * sizes[1], "two tastes are two directions"
+        spanned = np.linalg.svd(found)[0][:, :2]
+        missed = truth - spanned @ (spanned.T @ truth)
+        assert np.linalg.norm(missed) < 0.25 * np.linalg.norm(truth)
+        _, none = learned(
+            [replace(samples, rewards=torch.from_numpy(0.3 * random.normal(size=(users, each))))], seek=True
+        )
+        assert np.linalg.norm(none.terms.factors) < 0.15 * np.linalg.norm(truth), "nothing to find"
+
     def test_factors_without_tastes_do_no_harm(self) -> None:
         world = world_of(effect=0.2)
         without = held_out_error(world, *learned([world.samples]))
@@ -493,7 +576,8 @@ def assert_same_effects(one: SharedEffects, other: SharedEffects, tolerance: flo
     found, expected = one.state(), other.state()
     for name in ("arm_effects", "arm_variances", "arm_factors"):
         assert_close(found[name][:used], expected[name][:used], tolerance)
-    for name in ("arm_effect_spread", "arm_factor_spread", "arm_looks", "arm_wide", "arm_wide_spread"):
+    whole = ("arm_effect_spread", "arm_factor_spread", "arm_looks")
+    for name in (*whole, "arm_wide", "arm_wide_spread", "arm_wide_factors", "arm_wide_factor_spread"):
         assert_close(found[name], expected[name], tolerance)
 
 
