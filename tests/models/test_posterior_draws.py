@@ -47,6 +47,8 @@ def dense_covariances(learner: PosteriorLearner, scene: Scene) -> list[np.ndarra
         part = slice(start, start + size)
         z = learner.inputs.standardized(scene.shared, query.arms[part], Notes(scores.phi[part]).slate)
         _, _, factors = ArmEffects.stored(scene.shared).of(query.arm_keys[part])
+        terms = learner.inputs.factor_inputs(scene.shared, learner.inputs.wide_inputs(scene.shared, z))
+        factors = factors + terms @ scene.shared["arm_wide_factors"]
         h = learner.inputs.head_inputs(scene.shared, z, scores.phi[part, 0], factors).double().numpy()
         covariance = own["covariance"][row].double().numpy()
         each = np.array([[float(one @ covariance @ other) for other in h] for one in h])
