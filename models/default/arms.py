@@ -477,7 +477,9 @@ def _padded(values: Tensor) -> Tensor:
 
 def _factors(effects: SharedEffects, batch: ArmSamples, rows: Tensor) -> Tensor:
     """Factors of the samples' arms [B, S, r], by their rows [B, S]: their own, and those that their inputs make."""
-    return _padded(effects.arms.factors)[rows] + double(batch.making_factors) @ effects.terms.factors
+    own: Tensor = _padded(effects.arms.factors)[rows]
+    made: Tensor = double(batch.making_factors) @ effects.terms.factors
+    return own + made
 
 
 def _begun(factors: Tensor, before: Tensor) -> Tensor:
