@@ -208,8 +208,8 @@ def test_training_and_scoring_stay_on_the_gpu(chosen: LearnerSettings) -> None:
     check_training_and_scoring(build_learner(chosen, INPUTS))
 
 
-@pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize("arm_inputs", [2, 4])
+@pytest.mark.parametrize("hashed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("arm_inputs", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_wide_inputs_of_arm_and_context_stay_on_the_gpu(arm_inputs: int, hashed: bool) -> None:
     """Heads see the arm alone, its principal directions or its most active places; all users share the rest."""
     chosen = settings("default", head_inputs_max=3, head_directions=2)
