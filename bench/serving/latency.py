@@ -32,7 +32,7 @@ from metaban.bench.serving.populations import (
     everything,
     random_arms,
 )
-from metaban.bench.serving.reference import FROZEN_FROM
+from metaban.bench.serving.literal_paper import FROZEN_FROM
 from metaban.bench.serving.roofline import AIM, COPIED_BYTES, bytes_a_user, measure_machine, roofline_row
 from metaban.bench.worlds.environments import EnvironmentRound, SyntheticGroups
 from metaban.models.features import assemble

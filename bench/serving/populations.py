@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metaban.bench.core.local_loop import plain_layout
 from metaban.bench.regret.methods import shipped_settings
-from metaban.bench.serving.reference import ReferenceArm, ReferenceMetaBan
+from metaban.bench.serving.literal_paper import ReferenceArm, ReferenceMetaBan
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.features import assemble
 from metaban.models.learner import Learner, State, UserBatch
