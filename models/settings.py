@@ -84,7 +84,6 @@ LIMITS: Final[dict[str, Limits]] = {
     "head_inputs_max": Limits(1, 256),
     "head_directions": Limits(1, 256),
     "products_max": Limits(0, 512),
-    "group_spread": Limits(1e-6, 1e3),
     "memory_samples": Limits(1, 4_096),
     "memory_radius": Limits(1e-6, 1e3),
     "epoch_growth": Limits(0, 1e3),
@@ -206,10 +205,9 @@ class PosteriorSettings(LearnerSettings):
     # Parts; each can be switched off to measure its effect.
     trunk: bool = True
     heads: bool = True  # False: the trunk alone, without user heads
-    groups: bool = True
+    kinds: bool = True  # of users
     memory: bool = True
     arms: bool = True  # an effect and factors of each arm, and of places
-    plain: bool = True  # rank by the pooled head until users' own heads predict better
     apart: bool = True  # subtract the slate effect from wide inputs
     # The trunk: p(x), the mean of several networks, trained on replayed samples.
     members: int = 4
@@ -226,9 +224,7 @@ class PosteriorSettings(LearnerSettings):
     head_inputs_max: int = 48
     head_directions: int = 6
     products_max: int = 48  # products of two head inputs are head inputs too, if they are at most so many
-    # Groups: κ, Σ within a group relative to Σ, and ν: users agree on an arm within so many deviations.
-    group_spread: float = 0.15
-    nu: float = 1.0
+    nu: float = 1.0  #: ν of Eq. 4: users agree on an arm within so many deviations
     # Memory: latest samples kept, and the kernel's radius (rms distance, in standard deviations).
     memory_samples: int = 64
     memory_radius: float = 0.087
@@ -236,7 +232,7 @@ class PosteriorSettings(LearnerSettings):
     epoch_events: int = 64
     epoch_growth: float = 0.03
 
-    STATE_FORMAT = 4  # inputs that heads do not see make factors of arms
+    STATE_FORMAT = 5  # one prior, which may be a mixture of kinds
     STRUCTURE = ("preset", "seed", "members", "width", "depth", "bins", "codes_max", "head_inputs_max",
                  "head_directions", "memory_samples", "trunk", "products_max", "apart")  # fmt: skip
 

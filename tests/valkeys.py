@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from redis import ConnectionError as StoreGone
@@ -22,6 +24,10 @@ from tests.cluster_driver import ClusterDriver
 AGREE_S = 30.0
 SLOTS = 16_384
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+#: Ports of this process of the suite, from a random one on: two suites may run on a machine.
+PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
+FIRST_PORT = random.SystemRandom().randrange(1_000)
+PORTS = itertools.cycle(20_000 + 1_000 * PROCESS + (FIRST_PORT + number) % 1_000 for number in range(1_000))
 #: As Redis before 7.2.
 WITHOUT_WAITAOF = ("--rename-command", "WAITAOF", "")
 
@@ -214,21 +220,17 @@ async def ask_every_server(redis: AsyncRedis | ClusterDriver, *words: str | int)
 
 
 def free_ports(count: int) -> list[int]:
-    """Free ports below those that the kernel hands out: one of these could be taken before its server starts."""
-    found: dict[int, socket.socket] = {}
-    try:
-        while len(found) < count:
-            port, each = random.SystemRandom().randrange(20_000, 32_000), socket.socket()
-            try:
-                each.bind(("127.0.0.1", port))
-            except OSError:
-                each.close()
-            else:
-                found[port] = each
-        return list(found)
-    finally:
-        for each in found.values():
-            each.close()
+    """Free ports that nothing else takes before their servers start.
+
+    They are below those that the kernel hands out, in a range of this process of the suite, and each in turn.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = next(PORTS)
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def eventually(holds: Callable[[], bool], what: str) -> None:

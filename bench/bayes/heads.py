@@ -1,7 +1,7 @@
 """Heads of the default learner against the analytic posterior, also after a long stream of events.
 
 The reference computes the posterior in another form: the product inverts Σhhᵀ/σ² + Σ⁻¹ of sufficient statistics; here
-it is the least-squares solution with all samples and the prior as rows, by QR in float64, and the evidence of a group
+it is the least-squares solution with all samples and the prior as rows, by QR in float64, and the evidence of a kind
 is the normal density of all its rewards.
 
 The product does not update posteriors incrementally: an event appends a sample, and the worker sums the statistics of
@@ -27,8 +27,9 @@ from metaban.bench.bayes.plan import BayesPlan
 from metaban.bench.core.local_loop import LocalLoop, plain_layout
 from metaban.bench.core.report import Bar
 from metaban.bench.worlds.environments import SyntheticGroups
+from metaban.models.default.kinds import Kinds, MixtureEM, random_responsibilities
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.prior import Groups, Prior, prior_from_state
+from metaban.models.default.prior import Prior, prior_from_state
 from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import Query, State, UserBatch
 from metaban.models.numerics.arrays import as_arrays
@@ -43,6 +44,9 @@ from metaban.worker.learning.trainer import FitInput, Trainer
 LIMIT: Final = 1e-6
 
 USERS, DIMENSION = 40, 4
+
+#: Kinds of users that are fitted to compare posteriors under a mixture.
+KINDS: Final = 3
 
 #: Rounds before users are measured, and events of the long stream; full and quick.
 ROUNDS, EVENTS = 1_500, 10_000
@@ -107,9 +111,7 @@ def _played(seed: int, rounds: int) -> PlayedWorld:
     learner, shared, batch = loop.teaching(sorted(seen))
     if not isinstance(learner, PosteriorLearner):
         raise TypeError("bench heads measures the default learner only")
-    # The pooled head is left out: it is not part of users' posteriors and could hide their errors.
-    trusting = {"trust": torch.ones_like(shared["trust"])}
-    return PlayedWorld(learner, {**shared, **trusting}, batch, environment)
+    return PlayedWorld(learner, shared, batch, environment)
 
 
 # ---------------------------------------------------------------------- the analytic posterior
@@ -131,22 +133,21 @@ def analytic(prior: Prior, h: Tensor, rewards: Tensor, weights: Tensor) -> tuple
     return prior.mean + away, root @ root.mT
 
 
-def analytic_groups(prior: Prior, groups: Groups, h: Tensor, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of heads that are N(c_q, κΣ) in a mixture over groups q, by the density of all rewards."""
-    centres = groups.centres(prior)  # [Q, D]
-    log_weight = groups.offset + 0.5 * (groups.pull * centres).sum(-1)  # [Q]
-    real, within = weights > 0, prior.covariance * groups.share  # [U, S], [D, D]
+def analytic_kinds(prior: Prior, kinds: Kinds, h: Tensor, rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of heads that are N(c_k, κΣ) in a mixture over kinds k, by the density of all rewards."""
+    centres, within = kinds.centres, prior.covariance * kinds.spread  # [K, D], [D, D]
+    real = weights > 0  # [U, S]
     means, covariances = [], []
     for user in range(h.shape[0]):  # users differ in their number of samples
         x, r, w = h[user, real[user]], rewards[user, real[user]], weights[user, real[user]]
         covered = within @ x.mT  # [D, S]
         spread = x @ covered + (prior.noise / w).diag()  # [S, S]
-        short = r - centres @ x.mT  # [Q, S]
-        # log N(r; Hc_q, spread) up to a constant.
-        density = -0.5 * (short * torch.linalg.solve(spread, short.mT).mT).sum(-1)  # [Q]
-        belief = (density + log_weight).softmax(0)  # [Q]
+        short = r - centres @ x.mT  # [K, S]
+        # log N(r; Hc_k, spread) up to a constant.
+        density = -0.5 * (short * torch.linalg.solve(spread, short.mT).mT).sum(-1)  # [K]
+        belief = (density + kinds.log_shares).softmax(0)  # [K]
         gain = torch.linalg.solve(spread, covered.mT).mT  # [D, S]
-        each = centres + short @ gain.mT  # [Q, D]
+        each = centres + short @ gain.mT  # [K, D]
         mean = belief @ each  # [D]
         means.append(mean)
         covariances.append(within - gain @ covered.mT + (each - mean).mT @ ((each - mean) * belief.unsqueeze(-1)))
@@ -154,30 +155,30 @@ def analytic_groups(prior: Prior, groups: Groups, h: Tensor, rewards: Tensor, we
 
 
 def _posteriors(world: PlayedWorld) -> dict[str, float]:
-    """Differences of every user's fitted and served posterior from the analytic one."""
-    learner, shared, batch = world.learner, world.shared, world.batch
-    samples = learner.head_samples(SharedState.stored(shared), batch)
+    """Differences of every user's fitted and served posterior from the analytic one, without kinds and with."""
+    learner, state, batch = world.learner, SharedState.stored(world.shared), world.batch
+    samples = learner.head_samples(state, batch)
     # In this world every arm is at the first place. h is [U, S, D].
     h, rewards, weights = samples.inputs.double(), samples.targets.double(), samples.weights.double()
-    prior, guard = prior_from_state(shared), shared["guard"]
-    alone, apart = analytic(prior, h, rewards, weights)
-    kept = shared["group_offset"] > -1e8
-    head, spread = alone, apart
-    if bool(kept.any()):
-        groups = Groups(shared["group_pull"][kept], shared["group_offset"][kept], shared["group_share"])
-        together, joint = analytic_groups(prior, groups, h, rewards, weights)
-        head, spread = alone + guard * (together - alone), apart + guard * (joint - apart)
-    fitted = as_arrays({name: torch.as_tensor(value) for name, value in learner.fit(shared, batch, {}).items()})
-    brief = learner.prepare_epoch(shared, as_numpy=True).prepare_users(fitted)
-    return {
-        "groups": float(kept.sum()),
-        "guard": float(guard),
-        "largest head": float(head.abs().max()),
-        "fitted head": _apart(fitted["head"], head),
-        "served head": _apart(brief["heads"][..., -1], head),
-        "served head, without groups": _apart(brief["heads"][..., 1], alone),  # after the pooled head
-        "served covariance": _apart(brief["covariance"], spread),
-    }
+    users, generator = samples.statistics(), torch.Generator().manual_seed(0)
+    leaning = random_responsibilities(KINDS, h.shape[0], generator, state.prior.mean)
+    kinds = MixtureEM(state.prior, users, torch.ones_like(users.events)).fit(leaning)
+    found = {"largest head": 0.0, "fitted head": 0.0, "served head": 0.0, "served covariance": 0.0}
+    for mixture, (head, spread) in (
+        (Kinds.none(state.prior), analytic(state.prior, h, rewards, weights)),
+        (kinds.padded(), analytic_kinds(state.prior, kinds, h, rewards, weights)),
+    ):
+        shared = replace(state, kinds=mixture).state()
+        fitted = as_arrays({name: torch.as_tensor(value) for name, value in learner.fit(shared, batch, {}).items()})
+        brief = learner.prepare_epoch(shared, as_numpy=True).prepare_users(fitted)
+        differences = {
+            "largest head": float(head.abs().max()),
+            "fitted head": _apart(fitted["head"], head),
+            "served head": _apart(brief["head"], head),
+            "served covariance": _apart(brief["covariance"], spread),
+        }
+        found = {name: max(found[name], value) for name, value in differences.items()}
+    return found
 
 
 def _apart(found: NDArray[Any], true: Tensor) -> float:
@@ -189,7 +190,7 @@ def _apart(found: NDArray[Any], true: Tensor) -> float:
 
 def _drift(world: PlayedWorld, events: int, seed: int) -> dict[str, float]:
     """Largest difference of one user's head from the analytic one at any checkpoint of a long stream of events."""
-    learner = PosteriorLearner(replace(world.learner.settings, groups=False), world.learner.input_size)
+    learner = PosteriorLearner(replace(world.learner.settings, kinds=False), world.learner.input_size)
     trainer, samples = Trainer(learner, torch.device("cpu")), _stream(world, events, seed)
     ends = sorted({round(events * (place + 1) / CHECKPOINTS) for place in range(CHECKPOINTS)})
     whole = trainer.batch([FitInput("u", events, samples, None)])

@@ -27,10 +27,9 @@ METHODS: Final = (*LEARNERS, *RIVALS)
 
 #: By variant of `default`, the learner settings that it replaces.
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
-    "shared-net": {"heads": False, "groups": False, "memory": False},
-    "default-no-groups": {"groups": False},
+    "shared-net": {"heads": False, "kinds": False, "memory": False},
+    "default-no-kinds": {"kinds": False},
     "default-no-memory": {"memory": False},
-    "default-no-plain-head": {"plain": False},
     "default-no-trunk": {"trunk": False},
     "default-no-codes": {"bins": 0},
     "default-no-products": {"products_max": 0},

@@ -30,7 +30,7 @@ RATIO_LIMITS: Final = {
 }  # fmt: skip
 
 #: Limits of the regret of `default` over that of one of its variants, by environment.
-VARIANT_LIMITS: Final = {"service": {"shared-net": 0.80}, "synthetic": {"default-no-groups": 0.95}}
+VARIANT_LIMITS: Final = {"service": {"shared-net": 0.80}, "synthetic": {"default-no-kinds": 0.95}}
 
 #: Regret of the authors' public code, the limit for `pooled`.
 POOLED_LIMITS: Final = {"movielens": 6_045.0, "yelp": 7_493.0}

@@ -24,6 +24,7 @@ from metaban.bench.core.timing import Race, Work, take_turns
 from metaban.bench.regret.method import Method, VisibleRound
 from metaban.bench.regret.methods import build_method, shipped_settings, unavailable
 from metaban.bench.regret.vowpal import VOWPAL
+from metaban.bench.serving.literal_paper import FROZEN_FROM
 from metaban.bench.serving.populations import (
     DefaultPopulation,
     PaperPopulation,
@@ -32,7 +33,6 @@ from metaban.bench.serving.populations import (
     everything,
     random_arms,
 )
-from metaban.bench.serving.literal_paper import FROZEN_FROM
 from metaban.bench.serving.roofline import AIM, COPIED_BYTES, bytes_a_user, measure_machine, roofline_row
 from metaban.bench.worlds.environments import EnvironmentRound, SyntheticGroups
 from metaban.models.features import assemble

@@ -6,7 +6,7 @@ h = [1, x, x⊗x, p(z)] of standardised inputs z, and terms t(z). Its blocks, wi
     shared = w₀ᵀh(z) + (β + Vp₀)ᵀt(z)      user = (w − w₀)ᵀh(z) + (V(p_u − p₀))ᵀt(z)
     arm = b_i      taste = p_uᵀq_i      memory
 
-w₀ and p₀ are the prior's mean, mixed with groups and pooled head like all heads.
+w₀ and p₀ are the prior's mean, mixed over kinds like all heads.
 Columns are gradient × input of shared + user, the trunk's p included, with the slate summary fixed; the intercept is
 shared + user at z = 0. The memory is no part of the columns: its kernel is so narrow that its gradient is 0 almost
 everywhere.
@@ -49,7 +49,7 @@ def posterior_contributions(
         return double(inputs.head_inputs(basis, z, predicted)[:, : last + 1])  # [n, D − r]
 
     if settings.heads:
-        w, w0 = double(own["heads"][0, :, -1]), double(newborn)
+        w, w0 = double(own["head"][0]), double(newborn)
     else:  # the trunk alone
         w = w0 = double(zeros((inputs.head_size,), z))
         w[last] = 1

@@ -25,7 +25,7 @@ def drift_detected(samples: Samples, epoch: Tensor, since: Tensor) -> Tensor:
     A drift discards what was learned, so what was learned has to be worse than nothing: with many samples, chosen arms
     fall short significantly after any change of the learner, because the most overestimated ones are chosen.
     """
-    short = (samples.notes.together - samples.rewards).to(torch.float64)  # [n]
+    short = (samples.notes.mean - samples.rewards).to(torch.float64)  # [n]
     real = samples.weights > 0
     late = real & (samples.epochs > epoch - DRIFT_EPOCHS)
     early = real & ~late & (samples.epochs >= since)

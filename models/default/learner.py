@@ -3,13 +3,11 @@
     meta-learner  a shared trunk p(x), trained on replayed samples, and a prior N(μ, Σ) over heads   trunk.py, prior.py
     arms          an effect and factors of each arm, and how often each place is looked at           arms.py
     user learner  exact posterior over w_u on h = [1, x, x⊗x, p(x), q_i], and a memory of its arms   prior.py, memory.py
-    groups        a mixture over users' heads                                                        groups.py
-    adaptation    the user's prior is a mixture of the groups they may belong to                     scoring.py
+    groups        kinds of users: a mixture over their heads                                         kinds.py
+    adaptation    the user's prior is the mixture of the kinds they may be of                        kinds.py
     score         mean + α·σ, both of the posterior                                                  served_epoch.py
 
-A head's input p(x) is the value noted at decision time: a trunk trained on the reward since would leak the label. For
-the same reason groups and the pooled head are evaluated by the predictions noted at decision time: the guard λ weighs
-predictions with groups against those without, the trust τ weighs users' heads against the pooled head.
+A head's input p(x) is the value noted at decision time: a trunk trained on the reward since would leak the label.
 """
 
 from __future__ import annotations
@@ -35,16 +33,13 @@ from metaban.models.default.arms import (
 )
 from metaban.models.default.calibration import BINS, COLUMNS, NORMAL_REACH, reliability_and_reach
 from metaban.models.default.drift import drift_detected
-from metaban.models.default.evidence import group_guard, measured_trust, memory_gain, scheduled_trust
-from metaban.models.default.groups import GroupState, derive_groups, mixture_due
 from metaban.models.default.inputs import ArmInputs
-from metaban.models.default.memory import FIRST_GAIN
+from metaban.models.default.kinds import FROM_EVENTS, Kinds, derive_kinds, search_due
+from metaban.models.default.memory import FIRST_GAIN, memory_gain
 from metaban.models.default.notes import Notes
 from metaban.models.default.places import looks_at
-from metaban.models.default.pooled_head import PooledHead
-from metaban.models.default.prior import Groups, Prior, Statistics, prior_from_state, prior_state
+from metaban.models.default.prior import Prior, Statistics, prior_from_state, prior_state
 from metaban.models.default.samples import Samples, recency_weight
-from metaban.models.default.scoring import head_posteriors
 from metaban.models.default.served_epoch import PosteriorEpoch
 from metaban.models.default.served_trunk import ServedTrunk
 from metaban.models.default.shared_state import SharedState
@@ -55,12 +50,6 @@ from metaban.models.learner import Learner, State, UserBatch, newest
 from metaban.models.numerics.arrays import Array, Arrays, as_arrays, cast, chosen, double, upper_triangle, zeros
 from metaban.models.numerics.schedule import doubled
 from metaban.models.settings import PosteriorSettings
-
-#: Groups are derived from this many applied events on.
-GROUPS_FROM_EVENTS = 256
-
-#: The same for the pooled head with wide inputs: principal directions of few samples hardly separate arms.
-WIDE_POOLED_FROM_EVENTS = 256
 
 #: Number of seeds of a torch generator.
 SEEDS = 1 << 63
@@ -107,12 +96,12 @@ class PosteriorLearner(Learner):
     def initial_shared(self) -> State:
         generator = torch.Generator().manual_seed(self.settings.seed)
         nothing = torch.zeros((), dtype=torch.float64)
+        prior = with_tastes(Prior.initial(self.head_size))
         return SharedState(
             trunk=TrunkState.fresh(self.trunk.initial(generator, self.dtype)),
-            prior=with_tastes(Prior.initial(self.head_size)),
-            pooled=PooledHead.initial(self.head_size),
+            prior=prior,
             effects=self._no_effects(nothing.device),
-            groups=GroupState.none(self.head_size, self.settings.group_spread),
+            kinds=Kinds.none(prior),
             gain=torch.tensor(FIRST_GAIN, dtype=torch.float64),
             epoch=nothing,
             since=nothing.clone(),
@@ -149,7 +138,7 @@ class PosteriorLearner(Learner):
         # Called for a request: only the records that are needed.
         prior, like, count = prior_from_state(shared), shared["trunk"], starts.shape[0]
         gram, moment = self.starts.statistics(shared, prior, starts)
-        head = self._head(prior, GroupState.stored(shared), PooledHead.stored(shared), gram, moment)
+        head = Kinds.stored(shared).used().posteriors(prior, gram, moment).head
         return {
             **{name: zeros((count, *shape), like) for name, shape in self.fields.items()},
             "gram": cast(upper_triangle(gram), like),
@@ -178,7 +167,7 @@ class PosteriorLearner(Learner):
         h, users = samples.inputs, samples.statistics()
         gram, moment = self.starts.statistics(state.basis, state.prior, batch.starts)
         gram, moment = users.gram + gram, users.moment + moment
-        head = cast(self._head(state.prior, state.groups, state.pooled, gram, moment), h)
+        head = cast(state.kinds.used().posteriors(state.prior, gram, moment).head, h)
         index, real = newest(batch.valid, self.settings.memory_samples)
         kept = chosen(h, index)
         return {
@@ -191,13 +180,6 @@ class PosteriorLearner(Learner):
             "since": cast(zeros((h.shape[0],), h) + state.since, h),
         }
 
-    def _head(self, prior: Prior, groups: GroupState, pooled: PooledHead, gram: Array, moment: Array) -> Array:
-        own = head_posteriors(prior, self._used(groups), groups.guard, gram, moment).head
-        return pooled.blend(pooled.with_user_levels(gram, moment), own)
-
-    def _used(self, groups: GroupState) -> Groups | None:
-        return groups.used() if self.settings.groups else None
-
     def prepare_epoch(self, shared: State, *, as_numpy: bool = False) -> PosteriorEpoch:
         trunk = None
         if self.inputs.trunk:
@@ -209,7 +191,7 @@ class PosteriorLearner(Learner):
             inputs=self.inputs,
             shared=arrays,
             trunk=trunk.packed() if trunk and as_numpy else trunk,
-            groups=self._used(arrays.groups),
+            kinds=arrays.kinds.used(),
             arms=ArmLookup.of(arrays.effects.arms, like),
             coefficients=cast(arrays.effects.terms.coefficients, like),
             factors=cast(arrays.effects.terms.factors, like),
@@ -257,18 +239,11 @@ class PosteriorLearner(Learner):
             left = torch.cat([head.targets.flatten() for head in heads])  # what arms do not explain
             taught = replace(samples, rewards=left).weighted_by_user(batches, weights)
             shared = replace(shared, trunk=self._trained_trunk(shared, taught, steps, total_events))
-        if self.settings.groups and total_events >= GROUPS_FROM_EVENTS:
-            seek, spread = mixture_due(epoch_events, total_events, refit=refit), self.settings.group_spread
-            groups = derive_groups(
-                shared.groups, shared.prior, prior, users, weights, spread=spread, seek=seek, total_events=total_events
-            )
-            shared = replace(shared, groups=replace(groups, guard=group_guard(batches, prior.noise, shared)))
-        shared = replace(shared, prior=prior)
-        pooled_from = WIDE_POOLED_FROM_EVENTS if self.inputs.narrowed else 0
-        if self.settings.heads and self.settings.plain and total_events >= pooled_from:
-            earned = measured_trust(batches, prior.noise, shared)
-            trust = scheduled_trust(earned, samples, total_events, rare=not self.inputs.narrowed)
-            shared = replace(shared, pooled=PooledHead.fitted(users, weights, self.inputs.seen, prior, trust))
+        kinds = Kinds.none(prior)
+        if self.settings.kinds and total_events >= FROM_EVENTS:
+            search = search_due(epoch_events, total_events, refit=refit)
+            kinds = derive_kinds(shared.kinds, prior, users, weights, search=search, total_events=total_events)
+        shared = replace(shared, prior=prior, kinds=kinds)
         if self.settings.memory and refit:
             inputs, targets = [head.inputs for head in heads], [head.targets for head in heads]
             gain = memory_gain(prior, users, inputs, targets, batches, self.inputs.seen, self.settings.memory_radius)
@@ -276,23 +251,23 @@ class PosteriorLearner(Learner):
         return shared
 
     def clusters(self, shared: State) -> int:
-        return GroupState.stored(shared).clusters()
+        return Kinds.stored(shared).count()
 
     def cluster_of(self, shared: State, batch: UserBatch) -> Tensor:
         state = SharedState.stored(shared)
-        return state.groups.cluster_of(state.prior, self.head_samples(state, batch).statistics())
+        return state.kinds.of(state.prior, self.head_samples(state, batch).statistics())
 
     def _after_drift_check(self, shared: SharedState, samples: Samples) -> SharedState:
-        """If drift is detected: down-weight older samples and learn the prior from scratch."""
+        """If drift is detected: down-weight older samples, and learn the prior and kinds from scratch."""
         changed = drift_detected(samples, shared.epoch, shared.since)
         initial, prior = prior_state(with_tastes(Prior.initial(self.head_size))), prior_state(shared.prior)
         restarted = {name: torch.where(changed, initial[name].to(value), value) for name, value in prior.items()}
-        # Centres of kinds belong to the old prior.
-        mixture = torch.where(changed, torch.zeros_like(shared.groups.mixture), shared.groups.mixture)
+        # Users were of these kinds before the change.
+        spread = torch.where(changed, torch.ones_like(shared.kinds.spread), shared.kinds.spread)
         return replace(
             shared,
             prior=prior_from_state(restarted),
-            groups=replace(shared.groups, mixture=mixture),
+            kinds=replace(shared.kinds, spread=spread),
             since=torch.where(changed, shared.epoch + 1, shared.since),
         )
 

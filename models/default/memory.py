@@ -12,9 +12,13 @@ large where an arm earns the same every time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from metaban.models.default.prior import Prior, Statistics
+from metaban.models.learner import UserBatch
 from metaban.models.numerics.arrays import Array, dots, double, exponential, library_of
 
 #: Candidates for g; a single residual is corrected by g/(1 + g).
@@ -22,6 +26,9 @@ GAINS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 #: g before it is learned.
 FIRST_GAIN = 1.0
+
+#: Evidence, in nats, required for another gain.
+GAIN_EVIDENCE = 3.0
 
 #: Replaces a sample weight of 0, whose logarithm is taken.
 LEAST_WEIGHT = 1e-300
@@ -88,3 +95,30 @@ def replay_errors(x: Tensor, residuals: Tensor, valid: Tensor, radius: float) ->
         missed = (e - gains * earned / (1 + gains * seen)) * real  # [G, b, S]
         errors += missed.square().sum((1, 2))
     return errors
+
+
+def memory_gain(
+    prior: Prior,
+    users: Statistics,
+    heads: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    batches: Sequence[UserBatch],
+    inputs: int,
+    radius: float,
+) -> Tensor:
+    """The memory's gain with the least squared error on users' residuals.
+
+    Heads are h [B, S, D] of each batch, targets what they predict [B, S]. The memory sees the first `inputs` numbers
+    after the constant.
+    """
+    means = prior.posterior_mean(users.gram, users.moment)  # [U, D]
+    errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
+    for h, target, batch in zip(heads, targets, batches, strict=True):
+        own = means[start : start + h.shape[0]].to(h.dtype)
+        start += h.shape[0]
+        residuals = (target - (h @ own.unsqueeze(-1)).squeeze(-1)) * batch.valid
+        errors += replay_errors(h[..., : 1 + inputs], residuals, batch.valid, radius)
+    # Where few arms repeat, errors differ by chance: the first value is kept without evidence against it.
+    worth = (errors[GAINS.index(FIRST_GAIN)] - errors) / (2 * prior.noise)  # [gains], in nats
+    gains = torch.tensor(GAINS, dtype=torch.float64, device=means.device)
+    return torch.where(worth.max() >= GAIN_EVIDENCE, gains[worth.argmax()], FIRST_GAIN)

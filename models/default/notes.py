@@ -15,26 +15,20 @@ class Notes:
 
     stored: Array
 
-    #: Columns before the slate summary, and how many of these are predictions of the reward.
-    COUNT: ClassVar = 7
-    PREDICTIONS: ClassVar = 4
+    #: Columns before the slate summary.
+    COUNT: ClassVar = 4
 
     @staticmethod
-    def array(trunk: Array, heads: Array, mean: Array, deviation: Array, reach: Array, slate: Array) -> Array:
+    def array(trunk: Array, mean: Array, deviation: Array, reach: Array, slate: Array) -> Array:
         """Notes of N arms [N, q], the array alone: it is made for every request.
 
-        Predictions of the trunk [N] and of the pooled head and the user's head without and with groups [N, 3]; the
-        mean [N], the deviation of a reward [N] or [], the reach [] and slate summaries [N, …].
+        Predictions of the trunk [N], the mean [N], the deviation of a reward [N] or [], the reach [] and slate
+        summaries [N, …].
         """
         notes = zeros((trunk.shape[0], Notes.COUNT + slate.shape[1]), trunk)
-        notes[:, 0], notes[:, 1:4], notes[:, 4], notes[:, 5], notes[:, 6] = trunk, heads, mean, deviation, reach
-        notes[:, 7:] = slate
+        notes[:, 0], notes[:, 1], notes[:, 2], notes[:, 3] = trunk, mean, deviation, reach
+        notes[:, 4:] = slate
         return notes
-
-    @property
-    def predictions(self) -> Array:
-        """All predictions [..., 4]: `trunk`, `pooled`, `alone`, `together`."""
-        return self.stored[..., :4]
 
     @property
     def trunk(self) -> Array:
@@ -42,36 +36,21 @@ class Notes:
         return self.stored[..., 0]
 
     @property
-    def pooled(self) -> Array:
-        """Prediction of the pooled head [...]."""
-        return self.stored[..., 1]
-
-    @property
-    def alone(self) -> Array:
-        """Prediction of the user's head without groups [...]."""
-        return self.stored[..., 2]
-
-    @property
-    def together(self) -> Array:
-        """Prediction of the user's head with groups [...]."""
-        return self.stored[..., 3]
-
-    @property
     def mean(self) -> Array:
         """The mean [...]."""
-        return self.stored[..., 4]
+        return self.stored[..., 1]
 
     @property
     def deviation(self) -> Array:
         """Standard deviation of the reward around the mean, noise included [...]."""
-        return self.stored[..., 5]
+        return self.stored[..., 2]
 
     @property
     def reach(self) -> Array:
         """Half-width of the interval that should hold 9 rewards in 10, in deviations [...]."""
-        return self.stored[..., 6]
+        return self.stored[..., 3]
 
     @property
     def slate(self) -> Array:
         """Summary of the slate [..., 1 + d] (common_part.py); [..., 0] if there is no common part to remove."""
-        return self.stored[..., 7:]
+        return self.stored[..., 4:]

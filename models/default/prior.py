@@ -3,10 +3,6 @@
 A user's reward for head inputs h is r = hᵀw_u + noise, w_u ~ N(μ, Σ), noise ~ N(0, σ²). With A = Σ hhᵀ, b = Σ hr the
 posterior is N(w, P), P = (A/σ² + Σ⁻¹)⁻¹, w = P(b/σ² + Σ⁻¹μ). (μ, Σ, σ²) maximise the likelihood of all users' rewards
 by EM: GEM-BML (Algorithm 1) with exact inference.
-
-*Groups.* One Gaussian cannot represent kinds of users. A mean shift in the space of heads gives centres: each user's
-posterior mean moves towards the pooled posterior of users whose rewards it explains, until users of one kind share a
-centre. A user's prior is then a mixture of N(c_q, κΣ) over the centres, weighted by the evidence of their own rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from metaban.models.numerics.arrays import Array, dots, double, inverse, lower_factor, softmax
+from metaban.models.numerics.arrays import Array, double, inverse, lower_factor
 
 #: Prior variance of a coefficient without data, as a share of σ², and its weight in users.
 UNSEEN_SPREAD = 0.04
@@ -30,12 +26,6 @@ FIRST_NOISE = 0.1
 
 #: Smallest σ².
 LEAST_NOISE = 1e-6
-
-#: Events at which a user gets half weight in the search for groups.
-HALF_WEIGHT_EVENTS = 5.0
-
-#: Offset of an unused row of groups; finite, because everything stored has to be.
-NO_GROUP = -1e9
 
 
 @final
@@ -166,84 +156,6 @@ def _log_determinant(factor: Tensor) -> Tensor:
     return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Q mixture components w ~ N(c_q, κΣ) in the form that scoring needs.
-
-    Σ⁻¹c_q/κ [Q, D], and log weight − ½ c_qᵀΣ⁻¹c_q/κ [Q]; a row with offset NO_GROUP is unused.
-    """
-
-    pull: Tensor
-    offset: Tensor
-    share: Tensor  #: κ []
-
-    @classmethod
-    def of(cls, prior: Prior, centres: Tensor, log_weight: Tensor, share: Tensor) -> Groups:
-        """From centres [Q, D] and the logarithms of their weights [Q]."""
-        pull = centres @ prior.precision / share
-        return cls(pull, log_weight - 0.5 * (pull * centres).sum(-1), share)
-
-    @classmethod
-    def none(cls, dimension: int, share: float) -> Groups:
-        """No groups."""
-        known = torch.zeros(0, dimension + 1, dtype=torch.float64)
-        return cls(known[:, 1:], known[:, 0], torch.tensor(share, dtype=torch.float64))
-
-    def centres(self, prior: Prior) -> Tensor:
-        """c_q [Q, D]."""
-        return self.pull @ prior.covariance * self.share
-
-    def any(self) -> Tensor:
-        """Whether there are any groups [] bool."""
-        return self.offset.max() > NO_GROUP / 2
-
-    def responsibilities(self, covariance: Array, known: Array) -> Array:
-        """Posterior group probabilities [R, Q] of users with b/σ² [R, D] and covariance (A/σ² + Σ⁻¹/κ)⁻¹ [R, D, D]."""
-        # ½ aᵀPa with a = known + pull; the part without pull is the same for all groups.
-        drawn = (covariance @ known[..., None]).mT + 0.5 * (self.pull @ covariance)  # [R, Q, D]
-        return softmax(dots(drawn, self.pull) + self.offset)
-
-    def head(self, covariance: Array, known: Array, belief: Array) -> Array:
-        """The users' mean heads [R, D] under these responsibilities."""
-        return (covariance @ (known + belief @ self.pull)[..., None])[..., 0]
-
-
-def evidence_weights(users: Statistics, user_weights: Tensor | None = None) -> Tensor:
-    """Weights of users in the search for groups [U]: w_u, or 1, reduced for users with few events."""
-    evidence_weight = users.events / (users.events + HALF_WEIGHT_EVENTS)
-    return evidence_weight if user_weights is None else user_weights * evidence_weight
-
-
-def find_groups(
-    prior: Prior, users: Statistics, share: Tensor, steps: int, user_weights: Tensor | None = None
-) -> Groups:
-    """Mean shift: one centre per user, after `steps` shifts towards users whose rewards they explain.
-
-    Users have weights w_u [U], or 1; a user of weight 0 is in no group and is no centre.
-    """
-    log_weight = evidence_weights(users, user_weights).log().clamp_min(NO_GROUP)
-    centres = prior.posterior_mean(users.gram, users.moment)  # [U, D]
-    within = prior.precision / share
-    covariance = inverse(users.gram / prior.noise + within)  # [U, D, D]
-    known = users.moment / prior.noise  # [U, D]
-    drawn = (covariance @ known.unsqueeze(-1)).squeeze(-1)  # [U, D]
-    half = 0.5 * covariance.flatten(1)  # [U, D²]
-    itself = torch.eye(centres.shape[0], dtype=torch.bool, device=centres.device)
-    for _ in range(steps):
-        pull = centres @ within  # [U, D]
-        # ½ aᵀPa of Groups.responsibilities for every pair, a = known + pull, without a tensor of all pairs' heads.
-        outer = (pull.unsqueeze(-1) * pull.unsqueeze(-2)).flatten(1)  # [U, D²]
-        evidence = torch.addmm(drawn @ pull.mT, half, outer.mT)  # [U, U]
-        evidence += log_weight - 0.5 * (pull * centres).sum(-1)
-        belief = evidence.masked_fill(itself, -torch.inf).softmax(-1)
-        belief = torch.where(itself, torch.ones_like(belief), belief.nan_to_num(0.0))
-        gram = (belief @ users.gram.flatten(1)).view_as(users.gram)
-        moment = belief @ users.moment
-        centres = prior.posterior_mean(gram, moment)
-    return Groups.of(prior, centres, log_weight, share)
-
-
 def prior_from_state(shared: Mapping[str, Array]) -> Prior:
     """The prior from an epoch's shared state."""
     return Prior(shared["prior_mean"], shared["prior_covariance"], shared["prior_precision"], shared["noise"])
@@ -256,14 +168,4 @@ def prior_state(prior: Prior) -> dict[str, Tensor]:
         "prior_covariance": prior.covariance,
         "prior_precision": prior.precision,
         "noise": prior.noise,
-    }
-
-
-def groups_state(groups: Groups, most: int) -> dict[str, Tensor]:
-    """The shared state of groups, padded to `most` rows."""
-    missing = most - groups.offset.shape[0]
-    return {
-        "group_pull": torch.cat([groups.pull, groups.pull.new_zeros(missing, groups.pull.shape[1])]),
-        "group_offset": torch.cat([groups.offset, groups.offset.new_full((missing,), NO_GROUP)]),
-        "group_share": groups.share,
     }

@@ -15,9 +15,6 @@ from metaban.models.default.shared_state import SharedState
 from metaban.models.learner import UserBatch
 from metaban.models.numerics.arrays import Array, cast
 
-#: Avoids a division by 0 when all rewards are equal.
-LEAST_SPREAD: Final = torch.finfo(torch.float64).tiny
-
 #: Weight of samples from before a drift.
 STALE_WEIGHT: Final = 0.05
 
@@ -69,16 +66,6 @@ class Samples:
         parts = torch.split(user_weights, [batch.rewards.shape[0] for batch in batches])
         each = [part.repeat_interleave(batch.rewards.shape[1]) for part, batch in zip(parts, batches, strict=True)]
         return replace(self, weights=self.weights * torch.cat(each).to(self.weights))
-
-    def information(self) -> Tensor:
-        """Information of a reward [], relative to a fair coin toss: (Σw|d|)²/(Σw·Σwd²) of deviations d from the mean.
-
-        With one success in m, for large m, this is 4/m; for spread-out rewards on any scale it is close to 1.
-        """
-        weights, rewards = self.weights.to(torch.float64), self.rewards.to(torch.float64)
-        count = weights.sum().clamp_min(1)
-        away = (rewards - weights @ rewards / count).abs()
-        return (weights @ away).square() / (count * (weights @ away.square())).clamp_min(LEAST_SPREAD)
 
     def rows_at(self, shares: Tensor) -> Tensor:
         """Rows [m] at shares [m] of the total weight, each in [0, 1): uniform shares sample rows by weight."""

@@ -1,8 +1,8 @@
 """One epoch of the default learner as requests are scored under it.
 
 A request's user, their group and all other users predict from the same head inputs h; the user's head is the posterior
-under a mixture of the groups they may belong to (scoring.py), blended with the pooled head. The score of an arm is
-mean + α·σ, both of the posterior. Runs on numpy arrays and on torch tensors (arrays.py).
+under a mixture of the kinds they may be of (kinds.py). The score of an arm is mean + α·σ, both of the posterior. Runs
+on numpy arrays and on torch tensors (arrays.py).
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from metaban.models.default.arms import ArmLookup, QueryArms
 from metaban.models.default.common_part import slate_summary
 from metaban.models.default.contributions import posterior_contributions
 from metaban.models.default.inputs import ArmInputs
+from metaban.models.default.kinds import Kinds
 from metaban.models.default.memory import memory_table, residual_terms
 from metaban.models.default.notes import Notes
 from metaban.models.default.places import looks_at
-from metaban.models.default.prior import Groups
 from metaban.models.default.samples import recency_weight
-from metaban.models.default.scoring import (
-    HeadPosteriors,
-    group_sizes,
-    head_posteriors,
-    memory_correction,
-    predict_arms,
-)
+from metaban.models.default.scoring import group_sizes, memory_correction, predict_arms
 from metaban.models.default.served_trunk import ServedTrunk
 from metaban.models.default.shared_state import SharedState
 from metaban.models.explaining import Agreement, Contributions, without_own_row
@@ -45,7 +39,7 @@ class PosteriorEpoch(ServedEpoch):
     inputs: ArmInputs
     shared: SharedState
     trunk: ServedTrunk | None  # None on inputs without a trunk
-    groups: Groups | None  # None if there are none, or they are switched off
+    kinds: Kinds  # the rows in use
     arms: ArmLookup
     coefficients: Array  # β [W] of shared terms in the learner's dtype
     factors: Array  # V [W₀, r], by which the first of these terms make factors, in the learner's dtype
@@ -56,22 +50,13 @@ class PosteriorEpoch(ServedEpoch):
         # Statistics of users without an event since the last drift are down-weighted.
         weight = recency_weight(own["since"] >= shared.since, like)[:, None]  # [R, 1]
         gram = symmetric(double(own["gram"] * weight), self.inputs.head_size)
-        heads, posteriors = self._heads(gram, double(own["moment"] * weight))
+        posteriors = self.kinds.posteriors(shared.prior, gram, double(own["moment"] * weight))
         return {
-            "heads": cast(heads, like),
-            "covariance": cast(shared.pooled.exploration_covariance(posteriors.covariance()), like),
+            "head": cast(posteriors.head, like),
+            "covariance": cast(posteriors.covariance(), like),
             "memory_table": memory_table(own["kept_arms"], own["kept_weights"] * weight, self.settings.memory_radius),
             "memory_terms": residual_terms(own["kept_residuals"], shared.gain),
         }
-
-    def _heads(self, gram: Array, moment: Array) -> tuple[Array, HeadPosteriors]:
-        """Heads [R, D, 4] of users with A [R, D, D] and b [R, D]: the pooled one, without and with groups, and their
-        blend, which scores arms; and the posteriors."""
-        shared = self.shared
-        posteriors = head_posteriors(shared.prior, self.groups, shared.groups.guard, gram, moment)
-        pooled = shared.pooled.with_user_levels(gram, moment)
-        head = shared.pooled.blend(pooled, posteriors.head)
-        return library_of(gram).stack([pooled, posteriors.alone, posteriors.together, head], -1), posteriors
 
     def prepare_draws(self, brief: Arrays) -> Arrays:
         return brief if "root" in brief else {**brief, "root": covariance_root(brief["covariance"])}
@@ -82,17 +67,16 @@ class PosteriorEpoch(ServedEpoch):
         if not self.settings.heads:
             group_of_one, known = zeros((z.shape[0],), query.own_row) + 1, 0 * predicted
             deviation = library.sqrt(self.noise)
-            notes = Notes.array(predicted, predicted[:, None], predicted, deviation, shared.reach, slate)
+            notes = Notes.array(predicted, predicted, deviation, shared.reach, slate)
             draws = None if query.draws is None else independent_draws(predicted, known, slates, query.draws)
             return Scores(predicted, known, notes, known, group_of_one.__getitem__, draws)
         arms = self._arms(query, z)
         h = self.inputs.head_inputs(shared.basis, z, predicted, arms and arms.factors)  # [N, D]
-        predictions_of_heads, variance = predict_arms(h, slates, own)
-        mean, apart = predictions_of_heads[:, -1], None
+        mean, variance = predict_arms(h, slates, own)
+        apart = None
         reach = self.settings.nu**2 * variance
         agreeing = partial(group_sizes, pool["head"], h, mean, reach, slates.spread(query.own_row))
         if arms is not None:
-            predictions_of_heads = predictions_of_heads + arms.effects[:, None]
             mean, variance, apart = mean + arms.effects, variance + arms.variances, arms.variances
         if self.settings.memory:
             known = h[:, : 1 + self.inputs.seen]
@@ -101,7 +85,7 @@ class PosteriorEpoch(ServedEpoch):
             mean, variance = mean + cast(correction, h), variance + remembered
             apart = remembered if apart is None else apart + remembered
         sigma, deviation = library.sqrt(variance), library.sqrt(variance + self.noise)
-        notes = Notes.array(predicted, predictions_of_heads[:, :-1], mean, deviation, shared.reach, slate)
+        notes = Notes.array(predicted, mean, deviation, shared.reach, slate)
         draws = None
         if query.draws is not None:
             draws = joint_draws(mean, h, own["root"], apart, slates, query.draws)
@@ -137,8 +121,8 @@ class PosteriorEpoch(ServedEpoch):
         # All arms are scored although few are needed: with fewer, sums may round differently than in `score`.
         arms = self._arms(query, z)
         h = self.inputs.head_inputs(self.shared.basis, z, predicted, arms and arms.factors)  # [N, D]
-        predictions_of_heads, variance = predict_arms(h, query.slates, query.own)
-        prediction, reach = predictions_of_heads[:, -1][rows], (self.settings.nu**2 * variance)[rows]
+        mean, variance = predict_arms(h, query.slates, query.own)
+        prediction, reach = mean[rows], (self.settings.nu**2 * variance)[rows]
         predictions = h[rows] @ pool["head"].mT  # [n, P]
         near = (predictions - prediction[:, None]) ** 2 <= reach[:, None]
         threshold = library_of(reach).sqrt(reach)
@@ -149,7 +133,7 @@ class PosteriorEpoch(ServedEpoch):
     def contributions(self, pool: Arrays, query: Query, rows: Array, agreement: Agreement) -> Contributions:
         z = self._standardized(query)[1][rows]
         nothing = zeros((1, *self.shared.prior.precision.shape), self.shared.prior.precision)
-        newborn = cast(self._heads(nothing, nothing[:, 0])[0], z)[0, :, -1]
+        newborn = cast(self.kinds.posteriors(self.shared.prior, nothing, nothing[:, 0]).head, z)[0]
         arms = None
         if self.settings.heads and self.settings.arms:
             keys = zeros(rows.shape, query.own_row) if query.arm_keys is None else query.arm_keys[rows]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Self, final
 
 from metaban.models.default.arms import SharedEffects
-from metaban.models.default.groups import GroupState
-from metaban.models.default.pooled_head import PooledHead
+from metaban.models.default.kinds import Kinds
 from metaban.models.default.prior import Prior, prior_from_state, prior_state
 from metaban.models.default.trunk import TrunkState
 from metaban.models.learner import State
@@ -26,9 +25,8 @@ class SharedState:
 
     trunk: TrunkState
     prior: Prior
-    pooled: PooledHead
     effects: SharedEffects
-    groups: GroupState
+    kinds: Kinds
     gain: Array  # [] of the memory
     epoch: Array  # [] number of the epoch
     since: Array  # [] epoch of the last change of tastes
@@ -42,9 +40,8 @@ class SharedState:
         return cls(
             trunk=TrunkState.stored(shared),
             prior=prior_from_state(shared),
-            pooled=PooledHead.stored(shared),
             effects=SharedEffects.stored(shared),
-            groups=GroupState.stored(shared),
+            kinds=Kinds.stored(shared),
             gain=shared["gain"],
             epoch=shared["epoch"],
             since=shared["since"],
@@ -58,9 +55,8 @@ class SharedState:
         return {
             **self.trunk.state(),
             **prior_state(self.prior),
-            **self.pooled.state(),
             **self.effects.state(),
-            **self.groups.state(),
+            **self.kinds.state(),
             "gain": self.gain,
             "epoch": self.epoch,
             "since": self.since,

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from metaban.models.default.arms import FACTORS, UNUSED_KEY
+from metaban.models.default.kinds import SPREAD, UNUSED, Kinds, MixtureEM, random_responsibilities
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
 from metaban.models.default.places import LEAST_LOOK, MOST_LOOK, PLACES
-from metaban.models.default.prior import NO_GROUP
+from metaban.models.default.prior import Statistics, prior_from_state
+from metaban.models.default.shared_state import SharedState
 from metaban.models.features import InputParts
 from metaban.models.learner import NO_ARM_KEY, Query, Scores, State, UserBatch
 from metaban.models.numerics.slates import Slates
@@ -230,12 +232,36 @@ def kinds(
     ]
 
 
-def grouped_epoch(learner: PosteriorLearner, teachers: list[UserHistory], **changes: float) -> State:
-    """Shared state of an epoch with groups; `changes` replaces single numbers of it. Trust in users' own heads is one
-    unless changed: notes are random, so trust learned from them would mean nothing."""
-    shared = learner.derive(learner.initial_shared(), [batch_of(teachers, learner.dtype)], 0, 512)
-    changes = {"trust": 1.0, **changes}
+def epoch_with_kinds(learner: PosteriorLearner, teachers: list[UserHistory], **changes: float) -> State:
+    """Shared state of an epoch with two kinds of users, or less evident ones; `changes` replaces single numbers."""
+    batch = batch_of(teachers, learner.dtype)
+    shared = learner.derive(learner.initial_shared(), [batch], 0, 512)
+    if learner.settings.kinds:
+        samples = learner.head_samples(SharedState.stored(shared), batch)
+        shared |= kinds_of(shared, samples.statistics())
     return shared | {name: torch.full_like(shared[name], value) for name, value in changes.items()}
+
+
+def kinds_of(shared: State, users: Statistics) -> State:
+    """Two kinds of these users, whatever the evidence for them."""
+    prior = prior_from_state(shared)
+    leaning = random_responsibilities(2, users.events.shape[0], torch.Generator().manual_seed(0), prior.mean)
+    return MixtureEM(prior, users, torch.ones_like(users.events)).fit(leaning).padded().state()
+
+
+def two_kinds(shared: State) -> State:
+    """Kinds of users one deviation on either side of the prior's mean."""
+    prior = prior_from_state(shared)
+    away = prior.covariance.diagonal().sqrt()
+    centres = torch.stack([prior.mean + away, prior.mean - away])
+    log_shares = torch.tensor([0.4, 0.6], dtype=prior.mean.dtype).log()
+    return Kinds(centres, log_shares, torch.full_like(prior.noise, SPREAD)).padded().state()
+
+
+def with_prior_mean(shared: State, mean: Tensor) -> State:
+    """Without kinds, under a prior with another mean."""
+    changed = shared | {"prior_mean": mean}
+    return changed | Kinds.none(prior_from_state(changed)).state()
 
 
 def as_stored_by(learner: PosteriorLearner, shared: State) -> State:
@@ -262,13 +288,12 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
         bins=draw(st.sampled_from([0, 2, 5])),
         trunk=draw(st.sampled_from([True, True, False])),
         heads=draw(st.sampled_from([True, True, True, False])),
-        groups=draw(st.booleans()),
+        kinds=draw(st.booleans()),
         memory=draw(st.booleans()),
         arms=draw(st.sampled_from([True, True, True, False])),
         apart=wide or draw(st.booleans()),
         memory_samples=draw(st.integers(1, 4)),
         memory_radius=draw(st.sampled_from([0.087, 1.0])),
-        group_spread=draw(st.sampled_from([0.05, 0.15, 1.0])),
         seed=draw(st.integers(0, 2**31 - 1)),
         **({"head_inputs_max": 2, "head_directions": draw(st.integers(1, 2))} if narrowed else {}),
     )
@@ -276,10 +301,9 @@ def scenes(draw: st.DrawFn, *, wide: bool = False) -> Scene:
     catalogue = draw(st.sampled_from([0, 1, 6]))  # none: arms have no ids
     if draw(st.sampled_from([True, True, False])):
         changes = {"gain": draw(st.sampled_from([0.0, 0.5, 3.0])), "since": draw(st.sampled_from([0.0, 2.0]))}
-        changes["trust"] = draw(st.sampled_from([0.0, 0.4, 1.0]))
-        changes |= {"guard": draw(st.sampled_from([0.0, 0.3, 1.0]))} if settings.groups else {}
+        changes |= {"kind_spread": draw(st.sampled_from([0.02, 0.15, 1.0]))} if settings.kinds else {}
         teachers = kinds(learner, draw(st.integers(1, 9)), 6, generator, catalogue=catalogue)
-        shared = grouped_epoch(learner, teachers, **changes)
+        shared = epoch_with_kinds(learner, teachers, **changes)
     else:
         shared = learner.initial_shared()
     shared = with_common_part(learner, shared, generator)
@@ -362,14 +386,6 @@ def arms_of(shared: State) -> dict[int, LiteralKnown]:
     return {key: LiteralKnown(effect, variance, q) for key, effect, variance, q in rows if key != UNUSED_KEY}
 
 
-def groups_of(settings: PosteriorSettings, shared: State) -> tuple[Array, Array]:
-    """Centres [Q, D] and weights [Q] from their stored forms Σ⁻¹c/κ and log weight − ½ cᵀΣ⁻¹c/κ."""
-    pull, offset = shared["group_pull"].numpy(), shared["group_offset"].numpy()
-    pull, offset = pull[offset > NO_GROUP], offset[offset > NO_GROUP]
-    centres = settings.group_spread * pull @ shared["prior_covariance"].numpy()
-    return centres, np.exp(offset + 0.5 * (centres * pull).sum(-1))
-
-
 def chosen_directions(shared: State, inputs: int) -> Array | None:
     """What heads see of so many inputs, as a matrix; None for all of them."""
     if "head_columns" in shared:
@@ -401,7 +417,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
         for layers, weight in zip(members, weights, strict=True):
             layers.append((weight, np.array([next(flat) for _ in range(rows)])))
     assert not list(flat)
-    centres, evidence_weights = groups_of(settings, shared)
+    used = shared["kind_shares"] > UNUSED / 2
     read = LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)})
     return LiteralPosterior(
         replace(read, trunk=trunk),
@@ -417,13 +433,9 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
             prior_mean=numbers["prior_mean"],
             prior_covariance=numbers["prior_covariance"],
             noise=float(numbers["noise"]),
-            centres=list(centres),
-            evidence_weights=evidence_weights.tolist(),
-            guard=float(numbers["guard"]),
-            plain=numbers["plain_mean"],
-            plain_covariance=numbers["plain_covariance"],
-            plain_level_events=float(numbers["plain_level_events"]),
-            trust=float(numbers["trust"]),
+            centres=list(numbers["kind_centres"][used]),
+            shares=np.exp(numbers["kind_shares"][used]).tolist(),
+            spread=float(numbers["kind_spread"]),
             gain=float(numbers["gain"]),
             reach=float(numbers["reach"]),
             since=float(numbers["since"]),

@@ -46,13 +46,9 @@ class LiteralShared:
     prior_mean: Array  # μ [D]
     prior_covariance: Array  # Σ [D, D]
     noise: float  # σ²
-    centres: list[Array]  # each [D]
-    evidence_weights: list[float]
-    guard: float  # λ
-    plain: Array  # pooled head [D]
-    plain_covariance: Array  # its covariance [D, D]
-    plain_level_events: float  # κ of users' levels
-    trust: float  # τ, trust in users' own heads
+    centres: list[Array]  # c_k of each kind [D]
+    shares: list[float]  # π_k
+    spread: float  # κ
     gain: float  # g
     reach: float
     since: float  # epoch of the last change of tastes
@@ -69,12 +65,10 @@ class LiteralSettings:
 
     alpha: float
     nu: float
-    group_spread: float  # κ
     memory_samples: int
     memory_radius: float
     trunk: bool
     heads: bool
-    groups: bool
     memory: bool
     arms: bool
 
@@ -248,11 +242,11 @@ class LiteralPosterior:
         return mean + kalman @ (rewards - rows @ mean), covariance - kalman @ across.T
 
     def responsibilities(self, samples: Sequence[LiteralSample]) -> list[float]:
-        """Bayes' rule: group weight × density of the user's rewards when their head is N(centre, κΣ)."""
-        within = self.settings.group_spread * self.shared.prior_covariance
+        """Bayes' rule: share of the kind × density of the user's rewards when their head is N(centre, κΣ)."""
+        within = self.shared.spread * self.shared.prior_covariance
         logs = []
-        for centre, evidence_weight in zip(self.shared.centres, self.shared.evidence_weights, strict=True):
-            log = math.log(evidence_weight)
+        for centre, share in zip(self.shared.centres, self.shared.shares, strict=True):
+            log = math.log(share)
             if samples:
                 rows = np.array([self.h(sample.arm, sample.noted) for sample in samples])
                 covariance = rows @ within @ rows.T + self.noises(samples)
@@ -263,39 +257,20 @@ class LiteralPosterior:
         weights = [math.exp(log - max(logs)) for log in logs]
         return [weight / sum(weights) for weight in weights]
 
-    def grouped(self, samples: Sequence[LiteralSample]) -> list[tuple[float, Array, Array]]:
-        """The probability of each group, with the user's head and covariance as a member of it."""
-        within = self.settings.group_spread * self.shared.prior_covariance
+    def of_kinds(self, samples: Sequence[LiteralSample]) -> list[tuple[float, Array, Array]]:
+        """The probability of each kind, with the user's head and covariance if they are of it."""
+        within = self.shared.spread * self.shared.prior_covariance
         return [
             (belief, *self.posterior(centre, within, samples))
             for belief, centre in zip(self.responsibilities(samples), self.shared.centres, strict=True)
         ]
 
     def head(self, samples: Sequence[LiteralSample]) -> Array:
-        """The mean head: the user's own by the trust in it, otherwise the pooled head."""
-        return self.shared.trust * self.own_head(samples) + (1 - self.shared.trust) * self.plain_head(samples)
-
-    def plain_head(self, samples: Sequence[LiteralSample]) -> Array:
-        """The pooled head plus the user's level: the mean residual of their rewards, shrunk by κ pseudo-samples."""
-        exceeded = counted = 0.0
-        for sample in samples:
-            exceeded += self.weight(sample) * (
-                self.target(sample) - float(self.h(sample.arm, sample.noted) @ self.shared.plain)
-            )
-            counted += self.weight(sample)
-        head = self.shared.plain.copy()
-        head[0] += exceeded / (counted + self.shared.plain_level_events)
-        return head
-
-    def own_head(self, samples: Sequence[LiteralSample]) -> Array:
-        """The user's own head: 1 − λ of the ungrouped one, λ of the grouped ones."""
-        alone, _ = self.posterior(self.shared.prior_mean, self.shared.prior_covariance, samples)
-        if not self.settings.groups or not self.shared.centres:
-            return alone
-        together = np.zeros_like(alone)
-        for belief, mean, _ in self.grouped(samples):
-            together = together + belief * mean
-        return (1 - self.shared.guard) * alone + self.shared.guard * together
+        """The mean head."""
+        mean = np.zeros_like(self.shared.prior_mean)
+        for belief, head, _ in self.of_kinds(samples):
+            mean = mean + belief * head
+        return mean
 
     def statistics(self, samples: Sequence[LiteralSample]) -> tuple[Array, Array]:
         """A = Σ hhᵀ and b = Σ hr over weighted samples."""
@@ -322,30 +297,20 @@ class LiteralPosterior:
         predicted = self.predicted(arm)
         if not settings.heads:
             reported = [predicted, math.sqrt(shared.noise), shared.reach]
-            return LiteralArm(predicted, 0.0, [*[predicted] * 4, *reported, *offer])
+            return LiteralArm(predicted, 0.0, [predicted, *reported, *offer])
         h = self.h(arm, predicted)
-        head, covariance = self.posterior(shared.prior_mean, shared.prior_covariance, own)
-        alone, variance = float(h @ head), float(h @ covariance @ h)
-        together, mean = alone, alone
-        if settings.groups and shared.centres:
-            groups = self.grouped(own)
-            together = sum(belief * float(h @ w) for belief, w, _ in groups)
-            # The variance of a mixture: variance within each component plus variance between them.
-            mixed = sum(belief * float(h @ p @ h) for belief, _, p in groups)
-            mixed += sum(belief * (float(h @ w) - together) ** 2 for belief, w, _ in groups)
-            mean = (1 - shared.guard) * alone + shared.guard * together
-            variance = (1 - shared.guard) * variance + shared.guard * mixed
-        plain = float(h @ self.plain_head(own))
-        mean = shared.trust * mean + (1 - shared.trust) * plain
-        if shared.trust == 0:
-            variance = float(h @ shared.plain_covariance @ h)
+        kinds = self.of_kinds(own)
+        mean = sum(belief * float(h @ w) for belief, w, _ in kinds)
+        # The variance of a mixture: variance within each component plus variance between them.
+        variance = sum(belief * float(h @ p @ h) for belief, _, p in kinds)
+        variance += sum(belief * (float(h @ w) - mean) ** 2 for belief, w, _ in kinds)
         found = LiteralArm(mean, 0.0, [])
         for row, other in enumerate(pool):
             if row != own_row:
                 found.distances[row] = abs(float(h @ other) - mean), settings.nu * math.sqrt(variance)
         if settings.arms:
             effect = self.effect(arm)
-            plain, alone, together, found.mean = plain + effect, alone + effect, together + effect, mean + effect
+            found.mean += effect
             variance += self.known(arm).variance
         if settings.memory:
             correction, left = self.remembered(arm, own)
@@ -353,7 +318,7 @@ class LiteralPosterior:
             variance += left
         found.bonus = settings.alpha * math.sqrt(variance)
         reported = [found.mean, math.sqrt(variance + shared.noise), shared.reach]
-        found.noted = [predicted, plain, alone, together, *reported, *offer]
+        found.noted = [predicted, *reported, *offer]
         return found
 
     def remembered(self, arm: LiteralShown, own: Sequence[LiteralSample]) -> tuple[float, float]:

@@ -14,8 +14,8 @@ from metaban.models.learner import Query, UserBatch
 from tests.models.default_worlds import (
     WIDE,
     Scene,
+    epoch_with_kinds,
     generator_of,
-    grouped_epoch,
     kinds,
     random_history,
     with_common_part,
@@ -28,7 +28,7 @@ PARTS = pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"groups": False},
+        {"kinds": False},
         {"memory": False},
         {"heads": False},
         {"trunk": False},
@@ -69,8 +69,7 @@ def scene_of(learner: PosteriorLearner, *, users: int = 6, known: bool = True) -
     generator = generator_of(5)
     shared = learner.initial_shared()
     if known:
-        guard = {"guard": 0.6} if learner.settings.groups else {}
-        shared = grouped_epoch(learner, kinds(learner, 8, 6, generator), since=2.0, **guard)
+        shared = epoch_with_kinds(learner, kinds(learner, 8, 6, generator), since=2.0)
     shared = with_common_part(learner, shared, generator)
     if known and learner.settings.arms:
         shared = with_known_arms(shared, generator, CATALOGUE)

@@ -187,7 +187,7 @@ SLOW_VARIANTS = [
     settings("default", head_inputs_max=3, head_directions=2, bins=0),
     settings("default", head_inputs_max=3, head_directions=2, apart=False),
     settings("default", head_inputs_max=3, head_directions=2, heads=False),
-    settings("default", trunk=False, groups=False, memory=False),
+    settings("default", trunk=False, kinds=False, memory=False),
     settings("default", arms=False),
     settings("default", heads=False),
 ]

@@ -14,7 +14,7 @@ from metaban.models.learner import Query
 from metaban.models.numerics.slates import Slates
 from metaban.models.policies import Policy, Thompson, build_policy, decision_draws, draw_slate
 from metaban.models.posterior_draws import Draws, draws_seed
-from tests.models.default_worlds import fitted, generator_of, grouped_epoch, kinds, small
+from tests.models.default_worlds import epoch_with_kinds, fitted, generator_of, kinds, small
 
 MEAN = np.array([0.5, 0.45, 0.3])
 NONE = np.zeros(3)
@@ -109,7 +109,7 @@ def fit(observed: np.ndarray, propensities: np.ndarray) -> float:
 def test_choices_follow_the_logged_propensities() -> None:
     """Over many decisions of one user on the same arms, each with its own draws."""
     learner = PosteriorLearner(small(), 3)
-    shared = grouped_epoch(learner, kinds(learner, 8, 6, generator_of(3)))
+    shared = epoch_with_kinds(learner, kinds(learner, 8, 6, generator_of(3)))
     epoch = learner.prepare_epoch(shared)
     initial_user = {name: value.unsqueeze(0) for name, value in learner.initial_user(shared).items()}
     brief = epoch.prepare_draws(epoch.prepare_users(initial_user))

@@ -80,7 +80,7 @@ def test_draws_have_the_covariance_of_a_dense_posterior(changes: dict[str, Any])
 
 def test_a_common_intercept_cancels() -> None:
     """An unknown intercept moves every draw by a lot, and no difference between arms."""
-    learner = PosteriorLearner(small(memory=False, groups=False), 3, torch.float64)
+    learner = PosteriorLearner(small(memory=False, kinds=False), 3, torch.float64)
     scene = replace(scene_of(learner), arm_keys=None)  # an arm's effect is its own
     before, _, query = drawn(learner, scene, 500)
     covariance, size = torch.zeros_like(scene.shared["prior_covariance"]), query.slates.sizes[0]

@@ -52,10 +52,10 @@ def test_invalid_values_are_refused_by_name(name: str, value: object) -> None:
     ("name", "value"),
     [
         ("width", 0), ("width", 2.5), ("depth", 0), ("bins", -1), ("codes_max", -1), ("replayed", 0), ("alpha", -0.1),
-        ("alpha", float("nan")), ("trunk", 1), ("heads", "yes"), ("groups", None), ("memory", 0),
+        ("alpha", float("nan")), ("trunk", 1), ("heads", "yes"), ("kinds", None), ("memory", 0),
         ("apart", 1), ("trunk_rate", 0), ("trunk_decay", -1), ("steps_per_event", -0.5), ("epoch_steps_max", 0),
         ("head_inputs_max", 0),
-        ("head_directions", 0), ("group_spread", 0), ("nu", -1), ("memory_samples", 0), ("memory_radius", 0),
+        ("head_directions", 0), ("nu", -1), ("memory_samples", 0), ("memory_radius", 0),
         ("epoch_events", 0), ("epoch_growth", -0.1), ("epoch_growth", float("inf")),
         ("user_weight", -1), ("head_directions", 49), ("seed", 1.5), ("seed", "0"),
     ],
@@ -73,7 +73,7 @@ def test_unknown_settings_are_refused(preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "foreign"),
-    [("default", "user_rate"), ("default", "gamma"), ("paper", "bins"), ("pooled", "groups")],
+    [("default", "user_rate"), ("default", "gamma"), ("paper", "bins"), ("pooled", "kinds")],
 )
 def test_settings_of_another_learner_are_refused(preset: str, foreign: str) -> None:
     with pytest.raises(ValueError, match=f"unknown learner settings: {foreign}"):
@@ -107,7 +107,7 @@ def test_state_of_another_format_is_refused_with_what_to_do() -> None:
         {name: value for name, value in stored.items() if name != "state_format"},
     ):
         with pytest.raises(
-            ValueError, match=r"format 1, and this version reads format 4\. Use another namespace, or delete"
+            ValueError, match=r"format 1, and this version reads format 5\. Use another namespace, or delete"
         ):
             stored_settings(other)
     assert named_settings("paper").to_json()["state_format"] == 1
@@ -116,7 +116,7 @@ def test_state_of_another_format_is_refused_with_what_to_do() -> None:
 def test_structure_of_the_default_learner_is_what_its_tensors_depend_on() -> None:
     """A setting that changes a stored tensor's shape, or the meaning of its numbers, belongs to the structure."""
     settings = named_settings("default")
-    kept = named_settings("default", alpha=1.0, nu=2.0, groups=False, memory=False, trunk_rate=0.1, epoch_events=9)
+    kept = named_settings("default", alpha=1.0, nu=2.0, kinds=False, memory=False, trunk_rate=0.1, epoch_events=9)
     assert kept.structure() == settings.structure()
     changes: list[dict[str, int]] = [
         {"seed": 1}, {"members": 3}, {"width": 7}, {"depth": 3}, {"bins": 4}, {"codes_max": 9},

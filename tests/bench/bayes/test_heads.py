@@ -7,10 +7,10 @@ import torch
 from rich.console import Console
 
 from metaban.bench.bayes import heads as bayes_heads
-from metaban.bench.bayes.heads import LIMIT, analytic, analytic_groups, measure_heads
+from metaban.bench.bayes.heads import LIMIT, analytic, analytic_kinds, measure_heads
 from metaban.bench.bayes.plan import BayesPlan
-from metaban.models.default.prior import Groups, Prior, Statistics
-from metaban.models.default.scoring import head_posteriors
+from metaban.models.default.kinds import HeadPosteriors, Kinds
+from metaban.models.default.prior import Prior, Statistics
 
 D = 4
 
@@ -37,17 +37,16 @@ def test_the_reference_is_the_textbook_posterior() -> None:
         torch.testing.assert_close(covariance[user], prior.covariance - gain @ x @ prior.covariance)
 
 
-def test_the_reference_of_groups_equals_the_learner() -> None:
+def test_the_reference_of_kinds_equals_the_learner() -> None:
     prior, h, rewards = some_prior(), drawn(3, 6, D, seed=3), drawn(3, 6, seed=4)
     weights = torch.ones(3, 6, dtype=torch.float64)
     weights[1, 2:] = 0
-    share, log_weight = torch.tensor(0.2, dtype=torch.float64), drawn(5, seed=6)
-    groups = Groups.of(prior, drawn(5, D, seed=5), log_weight, share)
-    mean, covariance = analytic_groups(prior, groups, h, rewards, weights)
+    kinds = Kinds(drawn(5, D, seed=5), drawn(5, seed=6), torch.tensor(0.2, dtype=torch.float64))
+    mean, covariance = analytic_kinds(prior, kinds, h, rewards, weights)
     users = Statistics.of(h, rewards, weights)
-    beliefs = head_posteriors(prior, groups, torch.ones((), dtype=torch.float64), users.gram, users.moment)
-    torch.testing.assert_close(mean, beliefs.together)
-    torch.testing.assert_close(covariance, beliefs.covariance())
+    found = kinds.posteriors(prior, users.gram, users.moment)
+    torch.testing.assert_close(mean, found.head)
+    torch.testing.assert_close(covariance, found.covariance())
 
 
 def test_the_claims_hold_in_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +55,7 @@ def test_the_claims_hold_in_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None
     results, bars = measure_heads(BayesPlan(seeds=(50,)), True, Console(quiet=True))
     assert len(bars) == 5
     assert all(bar.holds and bar.limit == LIMIT and bar.name.endswith("quick") for bar in bars)
-    assert results["largest_deviation"]["groups"] > 1
+    assert results["largest_deviation"]["largest head"] > 0.1
     drift = results["largest_deviation_over_checkpoints"]
     assert drift["rank-one updates in float64, all kept"] < drift["rank-one updates in float32, all kept"]
 
@@ -64,6 +63,11 @@ def test_the_claims_hold_in_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_wrong_head_breaks_the_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bayes_heads, "QUICK_ROUNDS", 30)
     monkeypatch.setattr(bayes_heads, "QUICK_EVENTS", 30)
-    monkeypatch.setattr("metaban.models.default.prior.Prior.mean_under", lambda self, covariance, moment: moment * 0)
+    right = Kinds.posteriors
+
+    def without_rewards(self: Kinds, prior: Prior, gram: torch.Tensor, moment: torch.Tensor) -> HeadPosteriors:
+        return right(self, prior, gram, 0 * moment)
+
+    monkeypatch.setattr(Kinds, "posteriors", without_rewards)
     _, bars = measure_heads(BayesPlan(seeds=(50,)), True, Console(quiet=True))
     assert not any(bar.holds for bar in bars if "covariance" not in bar.name)

@@ -137,7 +137,7 @@ def test_a_curve_is_short_and_ends_with_the_regret(rounds: int) -> None:
 
 
 def test_bars_are_the_claims_of_the_environment() -> None:
-    outcomes = [outcome(name, 1, 80.0) for name in ("default", "default-no-groups", "shared-net")]
+    outcomes = [outcome(name, 1, 80.0) for name in ("default", "default-no-kinds", "shared-net")]
     outcomes += [outcome(name, 1, 100.0) for name in RIVALS] + [outcome("pooled", 1, 6_100.0)]
     found = regret_results(outcomes, [])
 
@@ -155,7 +155,7 @@ def test_bars_are_the_claims_of_the_environment() -> None:
     }
     assert bars("synthetic") == {
         "synthetic: default / best baseline (linucb)": (0.8, 0.80, True),
-        "synthetic: default / default-no-groups": (1, 0.95, False),
+        "synthetic: default / default-no-kinds": (1, 0.95, False),
     }
     assert bars("yelp", 500, quick=True) == {
         "yelp: default / best baseline (linucb), 500 rounds, quick": (0.8, 0.94, True)
@@ -164,8 +164,8 @@ def test_bars_are_the_claims_of_the_environment() -> None:
         assert bars(env) == {f"{env}: default / best baseline (linucb)": (0.8, 1.0, True)}
     del found["methods"]["vw"]
     assert list(bars("mnist")) == ["mnist: default / best baseline that was run (linucb)"]
-    assert "default-no-groups" in usual_methods("synthetic")
-    assert "default-no-groups" not in usual_methods("yelp")
+    assert "default-no-kinds" in usual_methods("synthetic")
+    assert "default-no-kinds" not in usual_methods("yelp")
 
 
 def test_a_run_that_raises_is_named_and_the_others_end() -> None:

@@ -8,9 +8,6 @@ import torch
 from metaban.models.default.prior import Prior, Statistics
 from tests.models.literal_default import Array
 
-#: κ of the mean shift in these tests.
-SHARE = 0.15
-
 
 class Crowd:
     """Users with samples whose heads are drawn from a known prior or from known kinds."""

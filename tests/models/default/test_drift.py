@@ -22,7 +22,7 @@ def samples_with_shortfall(*parts: tuple[int, int, float]) -> Samples:
     short = torch.cat([torch.full((count,), by) for _, count, by in parts]).double()
     rewards = torch.rand(epochs.shape[0], generator=generator, dtype=torch.float64)
     notes = Notes(torch.zeros(epochs.shape[0], Notes.COUNT, dtype=torch.float64))
-    notes.together[:] = 0.5 + short
+    notes.mean[:] = 0.5 + short
     nothing, ones = torch.zeros(epochs.shape[0], 1), torch.ones(epochs.shape[0])
     return Samples(nothing, rewards, notes, epochs, ones, ones)
 
@@ -54,7 +54,7 @@ def test_recent_rewards_below_predictions_are_a_change_of_tastes(
 def test_predictions_that_are_better_than_a_mean_are_kept(skill: float, expected: bool) -> None:
     """A shortfall that many samples make significant is a change of tastes only if predictions are of no use."""
     samples = samples_with_shortfall((3, 16 * MANY, 0.0), (9, 16 * MANY, 0.1))
-    samples.notes.together[:] += skill * (samples.rewards - 0.5)
+    samples.notes.mean[:] += skill * (samples.rewards - 0.5)
     assert bool(drift_detected(samples, since_of(9), since_of(0))) == expected
 
 

@@ -18,10 +18,10 @@ from tests.models.default_worlds import (
     as_array,
     as_stored_by,
     batch_of,
+    epoch_with_kinds,
     fast_scores,
     fitted,
     generator_of,
-    grouped_epoch,
     kinds,
     literal_of,
     query_of,
@@ -108,7 +108,7 @@ def test_scores_of_wide_inputs_in_float32_equal_the_literal_ones(scene: Scene) -
 @pytest.mark.parametrize("since", [0.0, 2.0])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"groups": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
+    [{}, {"kinds": False}, {"memory_samples": 2}, WIDE, {"apart": False, **WIDE}],
     ids=lambda changes: next(iter(changes), "all"),
 )
 @pytest.mark.parametrize("catalogue", [0, 4], ids=["no ids", "ids"])
@@ -117,8 +117,7 @@ def test_fitted_users_equal_the_literal_ones(
 ) -> None:
     learner = PosteriorLearner(small(**changes), 3, dtype)
     generator = generator_of(4)
-    guard = {"guard": 0.6} if learner.settings.groups else {}
-    shared = grouped_epoch(learner, kinds(learner, 8, 6, generator), since=since, **guard)
+    shared = epoch_with_kinds(learner, kinds(learner, 8, 6, generator), since=since)
     shared = with_common_part(learner, shared, generator)
     if catalogue:
         shared = with_known_arms(shared, generator, catalogue)
@@ -153,7 +152,7 @@ def scene_of(seed: int = 0, users: int = 6, **changes: object) -> Scene:
     generator = generator_of(seed)
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
     teachers = kinds(learner, 12, 8, generator)
-    shared = with_common_part(learner, grouped_epoch(learner, teachers, gain=1.0, guard=0.7), generator)
+    shared = with_common_part(learner, epoch_with_kinds(learner, teachers, gain=1.0), generator)
     pool = [random_history(learner, 1 + user % 4, generator) for user in range(users)]
     requests = []
     for asker, row in (
@@ -207,8 +206,8 @@ def test_the_asking_users_row_in_the_pool_is_ignored() -> None:
 
 def test_rewards_lower_the_bonus_and_move_the_mean() -> None:
     """The bonus of an arm falls with every reward for it, and the mean approaches the rewards."""
-    learner = PosteriorLearner(small(memory=False), 3, torch.float64)
-    shared = grouped_epoch(learner, kinds(learner, 20, 10, generator_of(1)))
+    learner = PosteriorLearner(small(memory=False, kinds=False), 3, torch.float64)
+    shared = epoch_with_kinds(learner, kinds(learner, 20, 10, generator_of(1)))
     arm = torch.tensor([[0.5, -1.0, 0.3]], dtype=torch.float64)
     bonuses, misses = [], []
     for count in (0, 1, 4, 16, 64):
@@ -223,14 +222,6 @@ def test_rewards_lower_the_bonus_and_move_the_mean() -> None:
     assert bonuses == sorted(bonuses, reverse=True)
     assert bonuses[-1] < 0.5 * bonuses[0]
     assert misses[-1] < 0.1 < misses[0]
-
-
-def test_group_spread_may_change_with_stored_groups() -> None:
-    """It is not part of the structure: Σ weight·centre, the prediction for a new user, does not depend on it."""
-    scene = scene_of()
-    stranger = replace(scene, requests=[scene.requests[1]], shared=scene.shared | {"guard": torch.ones(()).double()})
-    wider = replace(stranger, settings=replace(scene.settings, group_spread=2 * scene.settings.group_spread))
-    assert_close(fast_scores(wider).mean, fast_scores(stranger).mean, 1e-8)
 
 
 # ---------------------------------------------------------------------- common part of slates
@@ -288,7 +279,7 @@ def test_a_shift_of_the_slate_is_seen_by_a_known_share() -> None:
 @pytest.mark.parametrize("ratio", [0.25, 3.0, 1e12])
 def test_a_linear_head_sees_less_of_a_shift_the_more_arms_share(ratio: float, arms: int) -> None:
     """The mean moves by 1/(1 + k·τ²/σ²) of the shift seen without common parts."""
-    scene = scene_of(trunk=False, groups=False, memory=False, products_max=0, **WIDE)
+    scene = scene_of(1, trunk=False, kinds=False, memory=False, products_max=0, **WIDE)
     scene = replace(scene, requests=[(asker, row, shelf[:arms]) for asker, row, shelf in scene.requests])
     learner = scene.learner(torch.float64)
     # Users are fitted once: only the view of new arms is compared, not what was learned.
@@ -344,7 +335,7 @@ def test_a_fit_depends_on_the_samples_alone(changes: dict[str, int]) -> None:
     """Not on other users in the batch, the padding, the previous state or the current trunk."""
     learner = PosteriorLearner(small(**changes), 3, torch.float64)
     generator = generator_of(2)
-    shared = with_common_part(learner, grouped_epoch(learner, kinds(learner, 10, 6, generator)), generator)
+    shared = with_common_part(learner, epoch_with_kinds(learner, kinds(learner, 10, 6, generator)), generator)
     people = [random_history(learner, count, generator) for count in (2, 7, 0, 4)]
     together = fitted(learner, shared, people)
     for row, person in enumerate(people):
@@ -356,10 +347,10 @@ def test_a_fit_depends_on_the_samples_alone(changes: dict[str, int]) -> None:
                 assert_close(alone[name][0], together[name][row], 1e-10)
 
 
-@pytest.mark.parametrize("groups", [False, True])
-def test_fitting_without_samples_gives_the_initial_state(groups: bool) -> None:
-    learner = PosteriorLearner(small(groups=groups), 3, torch.float64)
-    shared = grouped_epoch(learner, kinds(learner, 10, 6, generator_of(2)), **({"guard": 1.0} if groups else {}))
+@pytest.mark.parametrize("several", [False, True])
+def test_fitting_without_samples_gives_the_initial_state(several: bool) -> None:
+    learner = PosteriorLearner(small(kinds=several), 3, torch.float64)
+    shared = epoch_with_kinds(learner, kinds(learner, 10, 6, generator_of(2)))
     initial_user = learner.initial_user(shared)
     assert {name: tuple(value.shape) for name, value in initial_user.items()} == learner.fields
     states = learner.fit(shared, batch_of([random_history(learner, 0, generator_of(0))] * 2, padding=3), {})
@@ -370,7 +361,7 @@ def test_fitting_without_samples_gives_the_initial_state(groups: bool) -> None:
 def test_sample_order_affects_only_the_kept_samples() -> None:
     learner = PosteriorLearner(small(memory_samples=5), 3, torch.float64)
     generator = generator_of(3)
-    shared = grouped_epoch(learner, kinds(learner, 10, 6, generator), gain=1.0, guard=0.5)
+    shared = epoch_with_kinds(learner, kinds(learner, 10, 6, generator), gain=1.0)
     arms = rounded_to_float32(torch.randn(3, 3, generator=generator, dtype=torch.float64))
     for count, same in ((5, True), (9, False)):
         person = random_history(learner, count, generator)

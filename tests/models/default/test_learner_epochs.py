@@ -1,4 +1,4 @@
-"""The default learner's epochs: schedule, derivation, judgement of groups and memory, extreme data."""
+"""The default learner's epochs: schedule, derivation, kinds and memory, extreme data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from metaban.models.default.arms import UNUSED_KEY
+from metaban.models.default.kinds import FROM_EVENTS, USERS_MAX, derive_kinds
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
 from metaban.models.default.shared_state import SharedState
@@ -22,7 +22,6 @@ from tests.models.default_worlds import (
     batch_of,
     fitted,
     generator_of,
-    groups_of,
     kinds,
     past_arm_views,
     random_history,
@@ -134,57 +133,44 @@ def test_heads_use_the_predictions_noted_at_the_decision() -> None:
     wild = PosteriorLearner(small(trunk_rate=1.0), 3, torch.float64)
     one, other = learner.derive(shared, [batch], 0, 512), wild.derive(shared, [batch], 0, 512)
     assert not torch.allclose(one["trunk"], other["trunk"])
-    for name in ("prior_mean", "prior_covariance", "noise", "group_pull", "group_offset", "guard", "gain"):
+    for name in ("prior_mean", "prior_covariance", "noise", "kind_centres", "kind_shares", "gain"):
         assert torch.equal(one[name], other[name])
     noted = learner.derive(shared, [replace(batch, phi=batch.phi.flip(1))], 0, 512)
     assert not torch.allclose(one["prior_mean"], noted["prior_mean"])
 
 
-def guard_after_errors(alone: float, together: float) -> Tensor:
-    """The guard after users' rewards were predicted with these errors."""
-    learner = PosteriorLearner(small(), 3, torch.float64)
-    batch = batch_of(kinds(learner, 12, 20, generator_of(10)))
-    Notes(batch.phi).alone[:] = batch.rewards + alone
-    Notes(batch.phi).together[:] = batch.rewards - together
-    return learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"]
+def test_kinds_need_a_minimum_of_events() -> None:
+    """They are found from the minimum on, unless they are switched off."""
+    for events, changes, found in (
+        (FROM_EVENTS - 1, {}, False), (FROM_EVENTS, {}, True), (FROM_EVENTS, {"kinds": False}, False)
+    ):  # fmt: skip
+        learner = PosteriorLearner(small(**changes), 3, torch.float64)
+        generator = generator_of(5)
+        tastes = 2 * torch.eye(3, dtype=torch.float64)
+        people = [random_history(learner, 24, generator, tastes[user % 3]) for user in range(48)]
+        derived = learner.derive(learner.initial_shared(), [batch_of(people)], 0, events)
+        assert (learner.clusters(derived) > 1) == found
+        assert torch.equal(derived["kind_centres"][0], derived["prior_mean"]) != found
+        assert (derived["kind_spread"] == 1) != found
 
 
-def test_groups_get_weight_as_far_as_they_predict_better() -> None:
-    assert guard_after_errors(0.5, 0.0) > 0.99
-    assert guard_after_errors(0.0, 0.5) < 0.01
-    assert_close(guard_after_errors(0.3, 0.3), 0.5, 1e-9)
-    assert 0.5 < guard_after_errors(0.03, 0.029) < 0.99
-
-
-def test_only_the_newer_half_of_group_predictions_counts() -> None:
-    learner = PosteriorLearner(small(), 3, torch.float64)
-    batch = batch_of(kinds(learner, 12, 20, generator_of(10)), padding=7)
-    Notes(batch.phi).predictions[..., 2:] = batch.rewards.unsqueeze(-1)
-    Notes(batch.phi).together[:, :10] += 5.0  # from when there was little evidence
-    Notes(batch.phi).alone[:, 10:] += 0.5
-    assert learner.derive(learner.initial_shared(), [batch], 0, 512)["guard"] > 0.99
-
-
-def test_groups_need_a_minimum_of_events() -> None:
-    learner = PosteriorLearner(small(), 3)
-    batch = batch_of(kinds(learner, 12, 8, generator_of(5)), torch.float32)
-    early = learner.derive(learner.initial_shared(), [batch], 0, 255)
-    assert not groups_of(learner.settings, early)[1].size
-    assert early["guard"] == 0
-    found = learner.derive(learner.initial_shared(), [batch], 0, 256)
-    assert groups_of(learner.settings, found)[1].size == 12
-    without = PosteriorLearner(small(groups=False), 3)
-    never = without.derive(without.initial_shared(), [batch], 0, 256)
-    assert not groups_of(without.settings, never)[1].size
-
-
-def test_users_with_the_most_samples_are_the_centres() -> None:
-    """With more users than centres, the users with the most samples are the centres."""
-    learner = PosteriorLearner(small(), 2)
+def test_kinds_are_those_of_users_with_the_most_samples() -> None:
+    """One user more than kinds are derived from: the one with a single sample does not count."""
+    learner = PosteriorLearner(small(), 2, torch.float64)
     generator = generator_of(11)
-    batch = batch_of([random_history(learner, 1 + (user < 256), generator) for user in range(300)], torch.float32)
-    _, evidence_weights = groups_of(learner.settings, learner.derive(learner.initial_shared(), [batch], 600, 610))
-    np.testing.assert_allclose(evidence_weights, [2 / 7] * 256)
+    angles = 2 * np.pi / 3 * torch.arange(3, dtype=torch.float64)
+    tastes = torch.stack([angles.cos(), angles.sin()], -1)
+    most = [random_history(learner, 24, generator, tastes[user % 3]) for user in range(USERS_MAX)]
+    found = []
+    for last in (1, 2):
+        shy = random_history(learner, 1, generator_of(last))
+        batch = batch_of([shy, *most])
+        state = SharedState.stored(learner.initial_shared())
+        users = learner.head_samples(state, batch).statistics()
+        weights = torch.ones_like(users.events)
+        found.append(derive_kinds(state.kinds, state.prior, users, weights, search=True, total_events=4_096))
+    assert found[0].count() == 3
+    assert torch.equal(found[0].centres, found[1].centres)
 
 
 def after_low_rewards(**changes: object) -> tuple[PosteriorLearner, State, UserBatch]:
@@ -194,7 +180,7 @@ def after_low_rewards(**changes: object) -> tuple[PosteriorLearner, State, UserB
     shared = learner.initial_shared() | {"epoch": torch.tensor(9.0, dtype=torch.float64)}
     batch = batch_of(people)
     batch.epochs[:] = torch.arange(40) // 4  # epochs 0 to 9
-    Notes(batch.phi).predictions[..., 2:] = batch.rewards.unsqueeze(-1)
+    Notes(batch.phi).mean[:] = batch.rewards
     batch.rewards[:, 32:] = 0.0
     return learner, shared, batch
 
@@ -205,9 +191,9 @@ def test_after_a_change_of_tastes_older_samples_lose_weight() -> None:
     assert derived["epoch"] == 10
     assert derived["since"] == 10  # every decision before the change was detected
     expected = learner.derive(shared | {"since": derived["since"]}, [batch], 640, 660)
-    for name in ("prior_mean", "prior_covariance", "noise", "guard", "trunk"):
+    for name in ("prior_mean", "prior_covariance", "noise", "kind_centres", "trunk"):
         assert torch.equal(derived[name], expected[name])  # the prior starts again at this epoch
-    calm = replace(batch, rewards=Notes(batch.phi).alone.clone())
+    calm = replace(batch, rewards=Notes(batch.phi).mean.clone())
     assert learner.derive(shared, [calm], 640, 660)["since"] == 0
     states = learner.fit(derived, batch, {})
     assert states["since"].tolist() == [10.0] * 16

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 
+from metaban.models.default.kinds import KINDS_MAX, UNUSED
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.prior import NO_GROUP
 from metaban.models.learner import Scores, State
 from metaban.models.numerics.arrays import as_arrays, numpy_kind
 from metaban.models.numerics.slates import Slates
@@ -153,7 +153,7 @@ def test_states_from_before_a_change_of_tastes(changes: dict[str, Any], dtype: t
     brief = learner.prepare_epoch(scene.shared, as_numpy=True).prepare_users(as_arrays(own))
     all_same(brief, expected, TOLERANCE[dtype])
     unfaded = learner.prepare_epoch(before, as_numpy=True).prepare_users(as_arrays(own))
-    for name in ("heads", "memory_table"):
+    for name in ("head", "memory_table"):
         np.testing.assert_array_equal(brief[name][0], unfaded[name][0])
         assert not np.allclose(brief[name][1], unfaded[name][1], atol=1e-3)
 
@@ -161,10 +161,10 @@ def test_states_from_before_a_change_of_tastes(changes: dict[str, Any], dtype: t
 @BOTH
 @pytest.mark.parametrize("changes", [{}, WIDE], ids=["narrow", "wide"])
 class TestNothingYet:
-    def test_without_groups(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    def test_without_kinds(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
         learner = PosteriorLearner(small(**changes), 3, dtype)
         scene = scene_of(learner, known=False)
-        assert (scene.shared["group_offset"] == NO_GROUP).all()
+        assert (scene.shared["kind_shares"][1:] == UNUSED).all()
         scores = compare(learner, scene.shared, scene)
         assert np.isfinite(scores.mean + scores.bonus).all()
 
@@ -177,21 +177,20 @@ class TestNothingYet:
 
 
 @BOTH
-def test_empty_group_rows_have_no_effect(dtype: torch.dtype) -> None:
+def test_unused_rows_of_kinds_have_no_effect(dtype: torch.dtype) -> None:
     """numpy removes them and torch keeps them: their stored numbers must not matter in either."""
     learner = PosteriorLearner(small(), 3, dtype)
     scene = scene_of(learner)
-    pull, offset = scene.shared["group_pull"], scene.shared["group_offset"]
-    groups = offset > NO_GROUP / 2
-    assert 1 < groups.sum() < len(groups), "there are groups and empty rows"
+    centres, shares = scene.shared["kind_centres"], scene.shared["kind_shares"]
+    used = shares > UNUSED / 2
+    assert used.tolist() == [True, True, *[False] * (KINDS_MAX - 2)]
     before = compare(learner, scene.shared, scene)
-    littered = {**scene.shared, "group_pull": torch.where(groups[:, None], pull, 1e3)}
-    after = compare(learner, littered, scene)
+    after = compare(learner, {**scene.shared, "kind_centres": torch.where(used[:, None], centres, 1e3)}, scene)
     np.testing.assert_array_equal(before.mean, after.mean)
-    first_only = offset.clone()
-    first_only[1:] = NO_GROUP
-    fewer = compare(learner, {**scene.shared, "group_offset": first_only}, scene)
-    assert not np.allclose(before.mean, fewer.mean, atol=1e-3), "groups have an effect"
+    first_only = shares.clone()
+    first_only[1:] = UNUSED
+    fewer = compare(learner, {**scene.shared, "kind_shares": first_only}, scene)
+    assert not np.allclose(before.mean, fewer.mean, atol=1e-3), "kinds have an effect"
 
 
 def test_fitting_and_scoring_do_not_modify_their_arguments() -> None:

@@ -1,4 +1,4 @@
-"""Posteriors, EM and groups against textbook formulas, dense likelihoods and known truth."""
+"""Posteriors and EM against textbook formulas, dense likelihoods and known truth."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import multivariate_normal
-from torch import Tensor
 
 from metaban.models.default.prior import (
     FIRST_NOISE,
-    HALF_WEIGHT_EVENTS,
     LEAST_NOISE,
-    NO_GROUP,
     UNSEEN_SPREAD,
     UNSEEN_USERS,
-    Groups,
     Prior,
     Statistics,
-    find_groups,
     log_marginal,
 )
 from metaban.models.numerics.arrays import inverse
-from tests.models.default.crowds import SHARE, Crowd, prior_of
-from tests.models.literal_default import Array
+from tests.models.default.crowds import Crowd, prior_of
 
 
 def log_densities(crowd: Crowd, prior: Prior) -> list[float]:
@@ -191,146 +185,3 @@ def test_noise_has_a_floor() -> None:
     for _ in range(5):
         prior = prior.em_step(found)
     assert float(prior.noise) == LEAST_NOISE
-
-
-# ---------------------------------------------------------------------- groups
-
-
-def kinds(users: int = 20, samples: int = 15, seed: int = 4) -> Crowd:
-    """Two kinds of users, far apart, alternating."""
-    crowd = Crowd(users, samples, 3, seed, noise=0.05)
-    centre = np.array([1.0, -0.8, 0.5])
-    crowd.heads = np.array([centre if user % 2 else -centre for user in range(users)])
-    crowd.heads += 0.05 * crowd.random.normal(size=crowd.heads.shape)
-    crowd.counts[:] = samples
-    crowd.reward()
-    return crowd
-
-
-def learned(crowd: Crowd) -> Prior:
-    prior = Prior.initial(crowd.inputs.shape[2])
-    for _ in range(12):
-        prior = prior.em_step(crowd.statistics())
-    return prior
-
-
-def test_users_of_two_kinds_get_two_centres() -> None:
-    crowd = kinds()
-    prior = learned(crowd)
-    centres = find_groups(prior, crowd.statistics(), SHARE, 4).centres(prior).numpy()
-    even, odd = centres[::2], centres[1::2]
-    between = np.linalg.norm(even.mean(0) - odd.mean(0))
-    assert between == pytest.approx(2 * np.linalg.norm([1.0, -0.8, 0.5]), rel=0.1)
-    for kind, truth in ((even, crowd.heads[::2].mean(0)), (odd, crowd.heads[1::2].mean(0))):
-        assert np.linalg.norm(kind - kind.mean(0), axis=1).max() < 0.05 * between
-        np.testing.assert_allclose(kind.mean(0), truth, atol=0.1)
-
-
-def test_mean_shifts_equal_the_loop() -> None:
-    """A centre is the posterior of its user's samples and all other users' samples, weighted by how well those users'
-    centres explain this user's rewards."""
-    crowd = Crowd(5, 4, 2, 5, noise=0.3)
-    prior, share = crowd.prior(), 0.4
-    found = find_groups(prior, crowd.statistics(), share, 3)
-
-    def pooled(weights: Array) -> Array:
-        precision, natural = np.linalg.inv(crowd.covariance), np.linalg.inv(crowd.covariance) @ crowd.mean
-        for user, weight in enumerate(weights):
-            rows, rewards = crowd.samples(user)
-            precision = precision + weight * rows.T @ rows / crowd.noise
-            natural = natural + weight * rows.T @ rewards / crowd.noise
-        return np.linalg.solve(precision, natural)
-
-    centres = [pooled(np.eye(5)[user]) for user in range(5)]
-    for _ in range(3):
-        shifted = []
-        for user in range(5):
-            weights = np.array([0.0 if other == user else explained(crowd, user, centres[other], share)
-                                * crowd.counts[other] / (crowd.counts[other] + HALF_WEIGHT_EVENTS)
-                                for other in range(5)])  # fmt: skip
-            weights = weights / weights.sum()
-            weights[user] = 1.0
-            shifted.append(pooled(weights))
-        centres = shifted
-    np.testing.assert_allclose(found.centres(prior), np.array(centres), rtol=1e-7)
-    evidence_weights = crowd.counts / (crowd.counts + HALF_WEIGHT_EVENTS)
-    expected = Groups.of(prior, torch.from_numpy(np.array(centres)), torch.from_numpy(np.log(evidence_weights)), share)
-    torch.testing.assert_close(found.offset, expected.offset)
-
-
-def explained(crowd: Crowd, user: int, centre: Array, share: float) -> float:
-    """Density of a user's rewards when their head is N(centre, κΣ)."""
-    rows, rewards = crowd.samples(user)
-    covariance = share * rows @ crowd.covariance @ rows.T + crowd.noise * np.eye(len(rewards))
-    return float(multivariate_normal.pdf(rewards, rows @ centre, covariance))
-
-
-def believed(groups: Groups, prior: Prior, found: Statistics) -> tuple[Tensor, Tensor]:
-    """HeadPosteriors and mean heads of users with these statistics."""
-    covariance = inverse(found.gram / prior.noise + prior.precision / groups.share)
-    belief = groups.responsibilities(covariance, found.moment / prior.noise)
-    return belief, groups.head(covariance, found.moment / prior.noise, belief)
-
-
-def test_group_probabilities_follow_bayes_rule() -> None:
-    crowd = Crowd(6, 5, 3, 6, noise=0.5)
-    prior, evidence_weights = crowd.prior(), np.array([0.2, 0.5, 0.9, 0.7])
-    centres = crowd.random.normal(size=(4, 3))
-    groups = Groups.of(prior, torch.from_numpy(centres), torch.from_numpy(np.log(evidence_weights)), SHARE)
-    np.testing.assert_allclose(groups.centres(prior), centres, rtol=1e-9)
-    belief, heads = believed(groups, prior, crowd.statistics())
-    for user in range(6):
-        evidence = np.array([explained(crowd, user, centre, SHARE) for centre in centres]) * evidence_weights
-        expected = evidence / evidence.sum()
-        np.testing.assert_allclose(belief[user], expected, rtol=1e-7, atol=1e-12)
-        rows, rewards = crowd.samples(user)
-        within = SHARE * crowd.covariance
-        gain = within @ rows.T @ np.linalg.inv(rows @ within @ rows.T + crowd.noise * np.eye(len(rewards)))
-        head = sum(
-            share * (centre + gain @ (rewards - rows @ centre)) for share, centre in zip(expected, centres, strict=True)
-        )
-        np.testing.assert_allclose(heads[user], head, rtol=1e-7)
-
-
-def test_without_events_group_probabilities_are_the_weights() -> None:
-    crowd = kinds()
-    prior = learned(crowd)
-    groups = find_groups(prior, crowd.statistics(), SHARE, 4)
-    nothing = Statistics.of(torch.zeros(2, 1, 3), torch.zeros(2, 1), torch.zeros(2, 1))
-    evidence_weights = crowd.counts / (crowd.counts + HALF_WEIGHT_EVENTS)
-    belief, heads = believed(groups, prior, nothing)
-    np.testing.assert_allclose(belief, np.tile(evidence_weights / evidence_weights.sum(), (2, 1)), rtol=1e-7)
-    expected = (evidence_weights / evidence_weights.sum()) @ groups.centres(prior).numpy()
-    np.testing.assert_allclose(heads, np.tile(expected, (2, 1)), atol=1e-9)
-
-
-def test_events_assign_a_user_to_their_kind() -> None:
-    crowd, newcomer = kinds(), kinds(users=2, seed=7)
-    prior = learned(crowd)
-    groups = find_groups(prior, crowd.statistics(), SHARE, 4)
-    belief, heads = believed(groups, prior, newcomer.statistics())
-    assert float(belief[0, ::2].sum()) > 0.999
-    assert float(belief[1, 1::2].sum()) > 0.999
-    np.testing.assert_allclose(heads, newcomer.heads, atol=0.2)
-
-
-def test_empty_group_rows_have_probability_zero() -> None:
-    prior = Crowd(1, 1, 3).prior()
-    centres = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    groups = Groups.of(prior, centres, torch.zeros(3, dtype=torch.float64), SHARE)
-    padded = Groups(
-        torch.cat([groups.pull, torch.zeros(2, 3)]), torch.cat([groups.offset, torch.full((2,), NO_GROUP)]), SHARE
-    )
-    found = Crowd(4, 5, 3, 8).statistics()
-    belief, _ = believed(padded, prior, found)
-    assert not belief[:, 3:].any()
-    torch.testing.assert_close(belief[:, :3], believed(groups, prior, found)[0])
-    assert padded.any()
-    assert not Groups(torch.zeros(2, 3), torch.full((2,), NO_GROUP), SHARE).any()
-
-
-def test_a_single_user_is_their_own_centre() -> None:
-    crowd = Crowd(1, 4, 3, 9)
-    prior, found = crowd.prior(), crowd.statistics()
-    mean, _ = prior.posterior(found.gram, found.moment)
-    torch.testing.assert_close(find_groups(prior, found, SHARE, 4).centres(prior), mean)

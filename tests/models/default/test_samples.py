@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from metaban.models.default.evidence import group_guard, measured_trust
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.places import PLACES
 from metaban.models.default.samples import STALE_WEIGHT, Samples, first_place_rewards, sample_weights
@@ -83,36 +81,6 @@ def test_a_reward_is_that_of_the_first_place_and_counts_by_how_often_its_place_i
     assert samples.looks.tolist() == [*each.flatten().tolist(), 1, 1]
     assert torch.equal(samples.rewards[:8], first_place_rewards(batch, shared).flatten())
     assert torch.equal(samples.weights[:8], sample_weights(batch, shared).flatten())
-
-
-@pytest.mark.parametrize("judged", [group_guard, measured_trust])
-def test_predictions_are_judged_at_the_first_place(judged: Callable[..., Tensor]) -> None:
-    """A reward r at a place of half the looks judges like a reward 2r at the first that counts a quarter."""
-    batch = batch_of([4], [[0, 0, 0, 0]])
-    seldom = replace(batch, places=torch.ones(1, 4, dtype=torch.int64), rewards=batch.rewards / 2)
-    noise, errors = since_of(0.5), torch.tensor([0.0, 0.4, 0.3, 0.1], dtype=torch.float64)
-    batch, seldom = (replace(each, phi=batch.rewards.unsqueeze(-1) + errors) for each in (batch, seldom))
-    usual = judged([batch], noise, shared_of(0))
-    assert 0.5 < usual < 1
-    assert_close(judged([seldom], noise / 4, shared_of(0, [1.0, 0.5])), usual, 1e-12)
-
-
-def test_information_of_rewards_in_coin_tosses() -> None:
-    def telling(*rewards: float, each: float = 1.0) -> float:
-        earned, nothing = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), 0)
-        weights, looks = torch.full_like(earned, each), torch.ones_like(earned)
-        return float(Samples(nothing, earned, nothing, earned, weights, looks).information())
-
-    assert telling(0, 1, 1, 0, 0, 1) == pytest.approx(1)
-    assert telling(*[0.0, 1.0] * 50, each=STALE_WEIGHT) == pytest.approx(1)
-    assert telling(*[0.0] * 9) == 0
-    assert telling(*[0.0] * 99, 1) == pytest.approx(4 * 0.01 * 0.99)
-    assert telling(*[1e-8] * 99, 0) == pytest.approx(4 * 0.01 * 0.99), "on any scale"
-    assert telling(0.50, 0.51, 0.50, 0.51) == pytest.approx(1)
-    spread = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert telling(*spread.tolist()) == pytest.approx(2 / torch.pi, rel=0.01)
-    padded = Samples.of(TWO, shared_of(0))
-    assert float(padded.information()) == pytest.approx(telling(*padded.rewards[padded.weights > 0].tolist()))
 
 
 @pytest.mark.parametrize("since", [0, 3, 100])

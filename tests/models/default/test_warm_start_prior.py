@@ -35,13 +35,12 @@ def build(inputs: int, **changes: object) -> PosteriorLearner:
     return PosteriorLearner(settings, parts.get(inputs, inputs), torch.float64)
 
 
-def grouped_epoch(learner: PosteriorLearner, shared: State | None = None, seed: int = 0, events: int = 512) -> State:
-    """An epoch from users of two kinds whose inputs are shifted and scaled."""
+def epoch_of_users(learner: PosteriorLearner, shared: State | None = None, seed: int = 0, events: int = 512) -> State:
+    """An epoch from users of two tastes whose inputs are shifted and scaled."""
     people = kinds(learner, 12, 16, generator_of(seed))
     stretch = torch.linspace(0.5, 3, learner.input_size, dtype=torch.float64)
     people = [replace(person, features=person.features * stretch + seed + stretch) for person in people]
-    derived = learner.derive(shared or learner.initial_shared(), [batch_of(people)], events // 2, events)
-    return derived | {"trust": torch.ones_like(derived["trust"])}  # otherwise a start is mixed with the pooled head
+    return learner.derive(shared or learner.initial_shared(), [batch_of(people)], events // 2, events)
 
 
 def start_of(learner: PosteriorLearner, shared: State, head: Tensor, trust: float) -> Tensor:
@@ -65,8 +64,8 @@ def inputs_of(learner: PosteriorLearner, shared: State, arms: Tensor, predicted:
 @pytest.mark.parametrize("inputs", WIDTHS)
 def test_a_start_is_another_prior(inputs: int, trust: float) -> None:
     """Statistics of starts and samples under N(μ, Σ) against conditioning N(m, (1 − t)Σ) on the samples."""
-    learner = build(inputs, groups=False)
-    shared = grouped_epoch(learner)
+    learner = build(inputs)
+    shared = epoch_of_users(learner)
     prior = prior_from_state(shared)
     heads = head_near(learner, shared, 2, 1)
     people = kinds(learner, 2, 5, generator_of(7))
@@ -86,11 +85,10 @@ def test_a_start_is_another_prior(inputs: int, trust: float) -> None:
         np.testing.assert_allclose(states["head"][user].numpy(), expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("inputs", WIDTHS)
-def test_without_samples_the_head_is_the_start(inputs: int, groups: bool) -> None:
-    learner = build(inputs, groups=groups)
-    shared = grouped_epoch(learner)
+def test_without_samples_the_head_is_the_start(inputs: int) -> None:
+    learner = build(inputs)
+    shared = epoch_of_users(learner)
     heads = head_near(learner, shared, 3, 2)
     states = learner.warm_started(shared, start_of(learner, shared, heads, 0.6))
     gram = symmetric(states["gram"], learner.head_size)
@@ -98,14 +96,13 @@ def test_without_samples_the_head_is_the_start(inputs: int, groups: bool) -> Non
     torch.testing.assert_close(mean, heads, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(covariance, (0.4 * shared["prior_covariance"]).expand_as(covariance))
     assert {name: tuple(value.shape[1:]) for name, value in states.items()} == learner.fields
-    if not groups:
-        torch.testing.assert_close(states["head"], heads, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(states["head"], heads, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("inputs", WIDTHS)
 def test_numpy_equals_torch(inputs: int) -> None:
     learner = build(inputs)
-    shared = grouped_epoch(learner)
+    shared = epoch_of_users(learner)
     starts = start_of(learner, shared, head_near(learner, shared, 3, 2), 0.6)
     batch = replace(batch_of(kinds(learner, 3, 5, generator_of(7))), starts=starts)
     plain = replace(batch, **{name: getattr(batch, name).numpy() for name in batch.__dataclass_fields__})
@@ -120,8 +117,8 @@ def test_numpy_equals_torch(inputs: int) -> None:
 @pytest.mark.parametrize("inputs", [3, 12, WITH_CONTEXT])
 def test_a_start_predicts_the_same_after_a_new_standardisation(inputs: int) -> None:
     learner = build(inputs)
-    before = grouped_epoch(learner)
-    after = grouped_epoch(learner, before, seed=5, events=1_024)
+    before = epoch_of_users(learner)
+    after = epoch_of_users(learner, before, seed=5, events=1_024)
     assert not torch.equal(before["mean"], after["mean"])
     heads = head_near(learner, before, 4, 3)
     raw = learner.starts.raw(before, heads)
@@ -137,8 +134,8 @@ def test_a_start_predicts_the_same_after_a_new_standardisation(inputs: int) -> N
 def test_coefficients_of_products_of_wide_inputs_are_kept() -> None:
     """Directions are rotated as little as possible, so products of two of them keep nearly the same meaning."""
     learner = build(60)
-    before = grouped_epoch(learner)
-    after = grouped_epoch(learner, before, seed=5, events=1_024)
+    before = epoch_of_users(learner)
+    after = epoch_of_users(learner, before, seed=5, events=1_024)
     heads = head_near(learner, before, 4, 3)
     raw = learner.starts.raw(before, heads)
     assert raw.shape == (4, learner.start_size - 1)
@@ -151,8 +148,8 @@ def test_coefficients_of_products_of_wide_inputs_are_kept() -> None:
 def test_wide_inputs_are_projected() -> None:
     """A linear start keeps its part within the old directions, and in new ones becomes the nearest they can express."""
     learner = build(60, products_max=0)
-    before = grouped_epoch(learner)
-    after = grouped_epoch(learner, before, seed=5, events=1_024)
+    before = epoch_of_users(learner)
+    after = epoch_of_users(learner, before, seed=5, events=1_024)
     heads = head_near(learner, before, 4, 3)
     raw = learner.starts.raw(before, heads)
     torch.testing.assert_close(learner.starts.heads(before, raw), heads)
@@ -172,7 +169,7 @@ def test_wide_inputs_are_projected() -> None:
 @pytest.mark.parametrize("inputs", WIDTHS)
 def test_without_trust_a_user_has_the_initial_state(inputs: int) -> None:
     learner = build(inputs)
-    shared = grouped_epoch(learner)
+    shared = epoch_of_users(learner)
     starts = start_of(learner, shared, head_near(learner, shared, 1, 2), 0.0)
     for name, value in learner.warm_started(shared, starts).items():
         assert torch.equal(value[0], learner.initial_user(shared)[name])
@@ -191,8 +188,8 @@ def test_learners_without_starts_ignore_them() -> None:
 
 
 def test_many_events_outweigh_a_start() -> None:
-    learner = build(3, groups=False)
-    shared = grouped_epoch(learner)
+    learner = build(3)
+    shared = epoch_of_users(learner)
     wrong = start_of(learner, shared, head_near(learner, shared, 1, 8) + 1, 0.8)
     arms = learner.head_samples(SharedState.stored(shared), batch_of(kinds(learner, 1, 4_096, generator_of(3)))).inputs[
         0
@@ -219,7 +216,7 @@ def test_starts_do_not_change_shared_state() -> None:
 @pytest.mark.parametrize("absurd", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_starts_are_ignored(absurd: float) -> None:
     learner = build(3)
-    shared = grouped_epoch(learner)
+    shared = epoch_of_users(learner)
     starts = start_of(learner, shared, head_near(learner, shared, 2, 2), 0.5)
     starts[0, 1] = absurd
     states = learner.warm_started(shared, starts)
@@ -231,8 +228,8 @@ def test_non_finite_starts_are_ignored(absurd: float) -> None:
 
 def test_absurd_starts_are_limited_by_the_prior() -> None:
     """Raw coefficients that were valid for small inputs may be absurd where inputs are large."""
-    learner = build(3, groups=False)
-    shared = grouped_epoch(learner)
+    learner = build(3)
+    shared = epoch_of_users(learner)
     starts = torch.full((1, learner.start_size), 1e30, dtype=torch.float64)
     head = learner.warm_started(shared, starts)["head"]
     away = (head - shared["prior_mean"]).abs() / shared["prior_covariance"].diagonal().sqrt()
@@ -275,9 +272,9 @@ def test_an_epoch_without_events_accepts_starts() -> None:
 def test_coefficients_of_the_prediction_and_of_factors_are_unchanged() -> None:
     """These are not inputs: their coefficients are the same in every basis."""
     learner = build(3)
-    shared = grouped_epoch(learner)
+    shared = epoch_of_users(learner)
     heads = head_near(learner, shared, 2, 1)
     same = slice(-1 - FACTORS, None)
     assert torch.equal(learner.starts.raw(shared, heads)[:, same], heads[:, same])
-    later = grouped_epoch(learner, shared, seed=5, events=1_024)
+    later = epoch_of_users(learner, shared, seed=5, events=1_024)
     assert torch.equal(learner.starts.heads(later, learner.starts.raw(shared, heads))[:, same], heads[:, same])

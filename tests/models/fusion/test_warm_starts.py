@@ -29,7 +29,7 @@ QUICK = FusionSettings(processes=4, inducing=16, batch=32, rounds=5, round_steps
 
 
 def learner() -> PosteriorLearner:
-    return PosteriorLearner(small(trunk=False, groups=False), INPUTS, torch.float64)
+    return PosteriorLearner(small(trunk=False, kinds=False), INPUTS, torch.float64)
 
 
 def population(model: PosteriorLearner, seed: int, *, told: bool) -> tuple[State, UserBatch, Tensor]:

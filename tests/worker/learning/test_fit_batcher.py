@@ -97,7 +97,7 @@ async def test_epochs_and_trainers_are_not_mixed(busy: tuple[Executor, Event]) -
     trainer, sizes = watched()
     other, other_sizes = watched()
     old, new = epoch_of(trainer.learner, 0), epoch_of(trainer.learner, 1)
-    new.tensors["prior_mean"] = torch.ones_like(new.tensors["prior_mean"])
+    new.tensors["kind_centres"] = torch.ones_like(new.tensors["kind_centres"])
     fit_batcher = FitBatcher(compute, asyncio.Event())
     tasks = await all_waiting(
         fit_batcher.fit(trainer, old, fit_inputs("first")),

@@ -248,10 +248,10 @@ class TestDeadLetters:
         assert (await shop.users.counters())["buried"] == 2
 
     async def test_notes_of_another_learner_become_dead_letters_at_once(self, shop: Workshop) -> None:
-        noted = make_event("b", 2, phi=np.ones(4, dtype=np.float32))
+        noted = make_event("b", 2, phi=np.ones(7, dtype=np.float32))
         assert await shop.publisher().publish(0, await shop.give([make_event("a", 1), noted])) == 1
         [letter] = await shop.dead_letters()
-        assert letter[b"dead_reason"] == b"3 inputs and 4 notes do not fit the namespace's layout and learner"
+        assert letter[b"dead_reason"] == b"3 inputs and 7 notes do not fit the namespace's layout and learner"
 
     async def test_only_invalid_entries(self, shop: Workshop) -> None:
         await shop.redis.xadd(shop.keys.events(0), {"hello": "world"})

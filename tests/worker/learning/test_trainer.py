@@ -19,6 +19,7 @@ from metaban.worker.epochs import derive_shared as epochs_module
 from metaban.worker.epochs.derive_shared import choose_by_hash, derive_shared
 from metaban.worker.learning import trainer as trainer_module
 from metaban.worker.learning.trainer import FitInput, FitResult, Trainer
+from tests.models.default_worlds import two_kinds
 from tests.worker.workshop import CPU, INPUTS, make_sample, small_default, small_paper
 
 #: Finite as a float64 of a stored event, but beyond float32.
@@ -217,11 +218,11 @@ def logged_people(trainer: Trainer) -> list[FitInput]:
     return [logged_input(trainer, f"user {place}", length, first=10 * place) for place, length in enumerate(lengths)]
 
 
-def grouped(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A shared state whose groups have an effect."""
+def with_kinds(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A shared state with two kinds of users."""
     teachers = [logged_input(trainer, f"teacher {place}", 6, first=100 + 6 * place) for place in range(6)]
     shared = derive_shared(trainer, trainer.learner.initial_shared(), teachers, 0, 512)
-    return shared | {"guard": torch.full_like(shared["guard"], 0.6)}
+    return shared | two_kinds(shared)
 
 
 def overflowing(trainer: Trainer, samples: int, what: str) -> FitInput:
@@ -261,7 +262,7 @@ class TestDefaultLearner:
 
     def test_a_batch_equals_one_by_one(self, changes: dict[str, Any]) -> None:
         trainer = default_trainer(changes)
-        shared, people = grouped(trainer), logged_people(trainer)
+        shared, people = with_kinds(trainer), logged_people(trainer)
         together = trainer.fit(shared, people)
         assert together.quarantined == ()
         for fitted, alone in zip(together.states, people, strict=True):
@@ -272,7 +273,7 @@ class TestDefaultLearner:
     def test_each_epoch_is_fitted_under_itself(self, changes: dict[str, Any]) -> None:
         """The prior of an epoch is cached for fits under the same epoch only."""
         trainer, another = default_trainer(changes), default_trainer(changes)
-        first, second, people = trainer.learner.initial_shared(), grouped(trainer), logged_people(trainer)
+        first, second, people = trainer.learner.initial_shared(), with_kinds(trainer), logged_people(trainer)
         people.append(overflowing(trainer, 3, "noted"))  # reset to that epoch's prior
         before = trainer.fit(first, people)
         after, expected = trainer.fit(second, people), another.fit(second, people)
@@ -283,7 +284,7 @@ class TestDefaultLearner:
 
     def test_a_user_without_samples_has_the_state_of_a_new_user(self, changes: dict[str, Any]) -> None:
         trainer = default_trainer(changes)
-        shared = grouped(trainer)
+        shared = with_kinds(trainer)
         initial_user = {name: tensor.numpy() for name, tensor in trainer.learner.initial_user(shared).items()}
         assert_close(trainer.fit(shared, logged_people(trainer)).states[2], initial_user)
         assert_close(trainer.fit(shared, [logged_input(trainer, "without_samples", 0)]).states[0], initial_user)
@@ -293,7 +294,7 @@ class TestDefaultLearner:
     def test_only_the_user_who_overflows_is_reset(self, changes: dict[str, Any], what: str, samples: int) -> None:
         """Bit for bit: the other users are the same with and without them in the batch."""
         trainer = default_trainer(changes)
-        shared, people = grouped(trainer), logged_people(trainer)
+        shared, people = with_kinds(trainer), logged_people(trainer)
         broken = overflowing(trainer, samples, what)
         fitted = trainer.fit(shared, [*people[:2], broken, *people[2:]])
         assert fitted.quarantined == ("broken",)
@@ -311,7 +312,7 @@ class TestDefaultLearner:
     def test_finite_but_absurd_states_are_reset_alone(self, changes: dict[str, Any], reward: float) -> None:
         """Their numbers would overflow in scores, also in those of other users."""
         trainer = default_trainer(changes)
-        shared, people = grouped(trainer), logged_people(trainer)
+        shared, people = with_kinds(trainer), logged_people(trainer)
         sound = logged_input(trainer, "absurd", 5, first=60)
         absurd = replace(sound, samples=[*sound.samples[:-1], replace(sound.samples[-1], reward=reward)])
         fitted = trainer.fit(shared, [*people[:2], absurd, *people[2:]])
@@ -328,7 +329,7 @@ class TestDefaultLearner:
     def test_large_valid_states_are_kept(self, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """A state with large numbers and valid scores is kept."""
         trainer = default_trainer(changes)
-        shared, people = grouped(trainer), logged_people(trainer)
+        shared, people = with_kinds(trainer), logged_people(trainer)
         expected = trainer.fit(shared, people)
         monkeypatch.setattr(trainer_module, "LARGE_STATE", -1.0)  # each user is checked
         fitted = trainer.fit(shared, people)
@@ -339,7 +340,7 @@ class TestDefaultLearner:
 
     def test_all_users_may_overflow(self, changes: dict[str, Any]) -> None:
         trainer = default_trainer(changes)
-        shared = grouped(trainer)
+        shared = with_kinds(trainer)
         broken = [replace(overflowing(trainer, 3, what), user_id=what) for what in ("reward", "noted")]
         fitted = trainer.fit(shared, broken)
         assert fitted.quarantined == ("reward", "noted")
@@ -349,7 +350,7 @@ class TestDefaultLearner:
     def test_absurd_features_are_clipped(self, changes: dict[str, Any], sign: int) -> None:
         """Inputs are clipped, so no user has to be reset."""
         trainer = default_trainer(changes)
-        shared = grouped(trainer)
+        shared = with_kinds(trainer)
         shared |= {"mean": torch.full((INPUTS,), -sign * 1e38), "scale": torch.full((INPUTS,), 1e-3)}
         sound = logged_input(trainer, "x", 3)
         largest = np.full(INPUTS, sign * NEAR_THE_LIMIT, dtype=np.float32)
@@ -368,7 +369,7 @@ class TestDefaultLearner:
 def test_nan_does_not_reach_other_users() -> None:
     """Notes of an absurdly large slate give infinity over infinity: the matrix is singular."""
     trainer = default_trainer(WIDE)
-    shared = grouped(trainer) | {"common_ratio": torch.full((INPUTS,), 10.0)}
+    shared = with_kinds(trainer) | {"common_ratio": torch.full((INPUTS,), 10.0)}
     people, sound = logged_people(trainer), logged_input(trainer, "broken", 4, first=60)
     noted = sound.samples[-1].phi.copy()
     noted[Notes.COUNT] = NEAR_THE_LIMIT

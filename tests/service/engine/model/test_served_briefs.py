@@ -8,10 +8,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from metaban.models.default.kinds import KINDS_MAX
 from metaban.models.default.served_epoch import PosteriorEpoch
 from metaban.models.numerics.arrays import Arrays
 from metaban.models.presets import build_learner
@@ -22,6 +22,7 @@ from metaban.service.engine.model.types import ArmScores, ScoreRequest
 from metaban.store.users.records import UserState
 from metaban.worker.epochs.derive_shared import derive_shared
 from metaban.worker.learning.trainer import FitInput, Trainer
+from tests.models.default_worlds import two_kinds
 from tests.service.engine.model.served_models import adopt, ask, make_model, put_each, state
 from tests.worker.workshop import CPU, INPUTS, make_sample
 
@@ -52,7 +53,7 @@ class TestBriefs:
     def test_new_epoch_prepares_users_again(self, model: ServedModel) -> None:
         model.put([state(model, "ada", 3)])
         first = model.score([ask("ada")])[0].mean
-        adopt(model, 1, prior_mean=np.ones(model.learner.fields["moment"]))
+        adopt(model, 1, kind_centres=np.ones((KINDS_MAX, *model.learner.fields["moment"])))
         assert not np.allclose(model.score([ask("ada")])[0].mean, first)
 
     def test_prepared_and_new_users_in_one_batch(self, model: ServedModel) -> None:
@@ -78,7 +79,7 @@ def make_briefed(*, pool: int = 10, guests: int = 10) -> ServedModel:
 
 @cache
 def shared_of(number: int) -> dict[str, np.ndarray]:
-    """The tensors of an epoch; from number 1 on they have groups."""
+    """The tensors of an epoch; from number 1 on they have kinds."""
     learner = build_learner(BRIEFED, INPUTS)
     shared = learner.initial_shared()
     if number:
@@ -89,7 +90,7 @@ def shared_of(number: int) -> dict[str, np.ndarray]:
             for place, past in enumerate(pasts)
         ]
         shared = derive_shared(Trainer(learner, CPU), shared, teachers, 0, 512)
-        shared["guard"] = torch.full_like(shared["guard"], 0.6)
+        shared |= two_kinds(shared)
     return {name: tensor.numpy() for name, tensor in shared.items()}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metaban.models.default.prior import NO_GROUP
+from metaban.models.default.kinds import KINDS_MAX, UNUSED
 from metaban.models.policies import Slate
 from metaban.models.settings import LearnerSettings, named_settings
 from metaban.service.engine.model.types import ArmScores, Chosen, ScoreRequest, StateVersion
@@ -166,12 +166,12 @@ class TestEpochs:
     def test_clusters_are_those_of_the_epoch(self) -> None:
         model = make_model()
         assert model.clusters == 1
-        offsets = np.full(model.learner.initial_shared()["group_offset"].shape, NO_GROUP)
+        shares = np.full(KINDS_MAX, UNUSED)
         for number, clusters in ((1, 3), (2, 4)):
-            offsets[:clusters] = -1.0
-            adopt(model, number, group_offset=offsets, group_mixture=np.ones(()))
+            shares[:clusters] = -1.0
+            adopt(model, number, kind_shares=shares)
             assert model.clusters == clusters
-        adopt(model, 3, group_offset=offsets, group_mixture=np.zeros(()))
+        adopt(model, 3)
         assert model.clusters == 1
 
     @pytest.mark.parametrize("learner", [small_paper(), small_default()], ids=["paper", "default"])

@@ -1,0 +1,239 @@
+"""Kinds of users: the prior of heads as a mixture, fitted by EM.
+
+A user's head is w ~ Σ_k π_k N(c_k, κΣ), with shares of users π_k and centres c_k. Without kinds the mixture has one
+component, the prior N(μ, Σ) itself, κ = 1. With responsibilities β_uk of kind k for user u,
+
+    β_uk ∝ π_k · p(rewards of u | w ~ N(c_k, κΣ))        c_k = posterior mean of heads from Σ_u β_uk (A_u, b_u)
+
+EM is restarted several times from random responsibilities with annealing, and the most probable solution is kept.
+
+The number of kinds is chosen by the evidence, with centres integrated out by Laplace's method (MacKay, "Bayesian
+Interpolation", 1992). Two kinds are found even in pure noise, so the evidence for more has to exceed that for two
+clearly. If the largest number has the most evidence, users form a continuum and there are no kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+import torch
+from torch import Tensor
+
+from metaban.models.default.prior import Prior, Statistics
+from metaban.models.numerics.arrays import Array, dots, inverse, softmax
+from metaban.models.numerics.schedule import grown
+
+#: Number of users that kinds are derived from, those with the most events.
+USERS_MAX: Final = 256
+
+#: Numbers of kinds to try, the first and the last for comparison only; κ, Σ within a kind relative to Σ.
+COUNTS: Final = (2, 3, 4, 6, 9)
+KINDS_MAX: Final = COUNTS[-2]
+SPREAD: Final = 0.02
+
+#: Evidence, in nats, by which more kinds have to exceed two.
+EVIDENCE_MARGIN: Final = 20.0
+
+#: Random restarts of EM, steps of each, and steps when a solution is continued with newer samples.
+RESTARTS: Final = 3
+STEPS: Final = 16
+STEPS_CARRIED: Final = 3
+
+#: Initial temperature of the EM annealing.
+FIRST_TEMPERATURE: Final = 3.0
+
+#: Applied events from which kinds are searched for, the mean events per user required, and the growth of events after
+#: which they are searched for again.
+FROM_EVENTS: Final = 1_024
+EVENTS_EACH: Final = 10.0
+GROWTH: Final = 1.3
+
+#: Lower bound of uniform random numbers, whose logarithm is taken.
+LEAST_UNIFORM: Final = 1e-9
+
+#: Added to the number of users of a kind, whose logarithm is taken.
+LEAST_MASS: Final = 1e-3
+
+#: Log share of an unused row; finite, because everything stored has to be.
+UNUSED: Final = -1e9
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Centres c_k [..., K, D], log π_k [..., K] and κ []; in shared state KINDS_MAX rows, used ones first."""
+
+    centres: Array
+    log_shares: Array
+    spread: Array
+
+    @classmethod
+    def none(cls, prior: Prior) -> Self:
+        """The prior as the only component."""
+        return cls(prior.mean.unsqueeze(0), prior.mean.new_zeros(1), torch.ones_like(prior.noise)).padded()
+
+    @classmethod
+    def stored(cls, shared: Mapping[str, Array]) -> Self:
+        """From an epoch's shared state."""
+        return cls(shared["kind_centres"], shared["kind_shares"], shared["kind_spread"])
+
+    def state(self) -> dict[str, Array]:
+        """The shared state of the kinds."""
+        return {"kind_centres": self.centres, "kind_shares": self.log_shares, "kind_spread": self.spread}
+
+    def padded(self) -> Self:
+        """The same with KINDS_MAX rows."""
+        rows, size = self.centres.shape
+        centres = self.centres.new_zeros(KINDS_MAX, size)
+        centres[:rows] = self.centres
+        log_shares = self.log_shares.new_full((KINDS_MAX,), UNUSED)
+        log_shares[:rows] = self.log_shares
+        return type(self)(centres, log_shares, self.spread)
+
+    def used(self) -> Self:
+        """The rows in use; with tensors, which may be on a GPU, all rows: no synchronisation."""
+        if isinstance(self.log_shares, Tensor):
+            return self
+        count = self.count()
+        return type(self)(self.centres[:count], self.log_shares[:count], self.spread)
+
+    def count(self) -> int:
+        """Number of kinds; 1 without."""
+        return int((self.log_shares > UNUSED / 2).sum())
+
+    def posteriors(self, prior: Prior, gram: Array, moment: Array) -> HeadPosteriors:
+        """Posteriors of the heads of users with A [R, D, D] and b [R, D] (prior.py), in float64."""
+        within = prior.precision / self.spread  # (κΣ)⁻¹
+        covariance = inverse(gram / prior.noise + within)  # [R, D, D], of a user within any kind
+        pull = self.centres @ within  # [K, D]
+        known = moment / prior.noise  # [R, D]
+        # ½ aᵀPa with a = known + pull; the part without pull is the same for all kinds.
+        drawn = (covariance @ known[..., None]).mT + 0.5 * (pull @ covariance)  # [R, K, D]
+        belief = softmax(dots(drawn, pull) + (self.log_shares - 0.5 * dots(pull, self.centres)))  # [R, K]
+        head = (covariance @ (known + belief @ pull)[..., None])[..., 0]
+        return HeadPosteriors(head, covariance, belief, pull)
+
+    def of(self, prior: Prior, users: Statistics) -> Tensor:
+        """The most probable kind of each user [U] int64; 0 without kinds."""
+        belief: Tensor = self.posteriors(prior, users.gram, users.moment).belief
+        return belief.argmax(-1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeadPosteriors:
+    """Posteriors of R users' heads under a mixture: mean heads [R, D], and probabilities of kinds [R, K]."""
+
+    head: Array
+    _within: Array  # [R, D, D], covariance within a kind
+    belief: Array
+    _pull: Array  # [K, D], c_k/(κΣ)
+
+    def covariance(self) -> Array:
+        """Covariance of the head [R, D, D]: within a kind, plus the spread between the kinds' heads."""
+        apart = (self._pull - (self.belief @ self._pull)[:, None]) @ self._within  # [R, K, D], relative to the mean
+        return self._within + apart.mT @ (apart * self.belief[..., None])
+
+
+@final
+class MixtureEM:
+    """EM for a mixture of users with weights w_u [U] under a prior."""
+
+    def __init__(self, prior: Prior, users: Statistics, weights: Tensor) -> None:
+        self._prior, self._users, self._weights = prior, users, weights
+        self._spread = torch.full_like(prior.noise, SPREAD)
+        self._within = prior.precision / SPREAD
+        covariance = inverse(users.gram / prior.noise + self._within)  # [U, D, D]
+        self._drawn = (covariance @ (users.moment / prior.noise).unsqueeze(-1)).squeeze(-1)  # [U, D]
+        self._half = 0.5 * covariance.flatten(1)  # [U, D²]
+
+    def log_joint(self, kinds: Kinds) -> Tensor:
+        """log π_k + log p(rewards of u | kind k), up to a constant of the user [..., U, K]."""
+        pull = kinds.centres @ self._within  # [..., K, D]
+        outer = (pull.unsqueeze(-1) * pull.unsqueeze(-2)).flatten(-2)  # [..., K, D²]
+        # ½ aᵀPa of Kinds.posteriors for every pair.
+        each = self._drawn @ pull.mT + self._half @ outer.mT
+        joint: Tensor = each + (kinds.log_shares - 0.5 * (pull * kinds.centres).sum(-1)).unsqueeze(-2)
+        return joint
+
+    def m_step(self, belief: Tensor) -> Kinds:
+        """M-step: centres and shares from responsibilities [..., U, K]."""
+        gram, moment, mass = self._pooled(belief)
+        shares = (mass / mass.sum(-1, keepdim=True)).log()
+        return Kinds(self._prior.posterior_mean(gram, moment), shares, self._spread)
+
+    def fit(self, beliefs: Tensor) -> Kinds:
+        """The most probable solution of EM from initial responsibilities [restarts, U, K]."""
+        kinds = self.m_step(beliefs)
+        for step in range(STEPS):
+            heat = max(1.0, FIRST_TEMPERATURE * (1 - 2 * step / STEPS))
+            kinds = self.m_step((self.log_joint(kinds) / heat).softmax(-1))
+        best = self.log_posterior(kinds).argmax().view(1)
+        return Kinds(kinds.centres[best][0], kinds.log_shares[best][0], kinds.spread)
+
+    def continued(self, kinds: Kinds) -> Kinds:
+        """A few EM steps from an earlier solution; unused kinds stay unused."""
+        unused = kinds.log_shares <= UNUSED / 2
+        for _ in range(STEPS_CARRIED):
+            kinds = self.m_step(self.log_joint(kinds).softmax(-1))
+            kinds = Kinds(kinds.centres, kinds.log_shares.masked_fill(unused, UNUSED), kinds.spread)
+        return kinds
+
+    def log_posterior(self, kinds: Kinds) -> Tensor:
+        """log p(rewards, centres), up to a constant [...]."""
+        away = kinds.centres - self._prior.mean
+        unlikely: Tensor = 0.5 * ((away @ self._prior.precision) * away).sum((-1, -2))
+        return self.log_joint(kinds).logsumexp(-1) @ self._weights - unlikely
+
+    def log_evidence(self, kinds: Kinds) -> Tensor:
+        """log p(rewards | K) by Laplace's method, up to the same constant []."""
+        gram, _, _ = self._pooled(self.log_joint(kinds).softmax(-1))
+        volume = torch.logdet(self._prior.covariance @ (gram / self._prior.noise + self._prior.precision))  # [K]
+        evidence: Tensor = self.log_posterior(kinds) - 0.5 * volume.sum(-1)
+        return evidence
+
+    def _pooled(self, belief: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Statistics A [..., K, D, D], b [..., K, D] and users [..., K] of kinds under responsibilities [..., U, K]."""
+        belief = (belief * self._weights.unsqueeze(-1)).mT  # [..., K, U]
+        gram = (belief @ self._users.gram.flatten(1)).view(*belief.shape[:-1], *self._users.gram.shape[1:])
+        return gram, belief @ self._users.moment, belief.sum(-1) + LEAST_MASS
+
+
+def random_responsibilities(count: int, users: int, generator: torch.Generator, like: Tensor) -> Tensor:
+    """Initial responsibilities [RESTARTS, users, count], each user leaning to some kind."""
+    uniform = torch.rand(RESTARTS, users, count, generator=generator, dtype=torch.float64)
+    leaning = uniform.clamp_min(LEAST_UNIFORM).log().square()
+    return (leaning / leaning.sum(-1, keepdim=True)).to(like.device)
+
+
+def search_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
+    """Whether kinds have to be searched for again: events have grown, or inputs changed."""
+    return refit or grown(epoch_events, total_events, GROWTH)
+
+
+def derive_kinds(
+    before: Kinds, prior: Prior, users: Statistics, user_weights: Tensor, *, search: bool, total_events: int
+) -> Kinds:
+    """Kinds under a new prior, of users with weights w_u [U]: searched for, or those before continued."""
+    largest = (user_weights * users.events).argsort(descending=True, stable=True)[:USERS_MAX]
+    users = users.rows(largest)
+    em = MixtureEM(prior, users, user_weights[largest])
+    if not search:
+        there = (before.spread < 1).to(torch.int64)
+        return _chosen([Kinds.none(prior), em.continued(before)], there)
+    generator, count = torch.Generator().manual_seed(total_events), users.events.shape[0]
+    found = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)) for kinds in COUNTS]
+    worth = torch.stack([em.log_evidence(kinds) for kinds in found])
+    best = worth.argmax()
+    separated = (
+        (worth[best] - worth[0] > EVIDENCE_MARGIN) & (best < len(COUNTS) - 1) & (users.events.mean() >= EVENTS_EACH)
+    )
+    return _chosen([Kinds.none(prior), *(kinds.padded() for kinds in found[1:-1])], torch.where(separated, best, 0))
+
+
+def _chosen(candidates: Sequence[Kinds], place: Tensor) -> Kinds:
+    """The one in this place [], chosen on the device: no synchronisation."""
+    states = [kinds.state() for kinds in candidates]
+    return Kinds.stored({name: torch.stack([state[name] for state in states])[place.view(1)][0] for name in states[0]})
