@@ -14,7 +14,9 @@ from torch import Tensor
 from metaban.bench.core.local_loop import plain_layout
 from metaban.bench.regret.methods import shipped_settings
 from metaban.bench.serving.literal_paper import ReferenceArm, ReferenceMetaBan
+from metaban.models.default.kinds import KINDS_MAX, MixtureEM, random_responsibilities
 from metaban.models.default.learner import PosteriorLearner
+from metaban.models.default.shared_state import SharedState
 from metaban.models.features import assemble
 from metaban.models.learner import Learner, State, UserBatch
 from metaban.models.metaban.paper import PaperLearner
@@ -173,7 +175,7 @@ def user_states(users: Sequence[str], states: Arrays, *, events: int) -> Iterabl
 @final
 @dataclass(frozen=True, slots=True)
 class DefaultPopulation:
-    """Users of the default learner under one epoch with a trained trunk and groups."""
+    """Users of the default learner under one epoch with a trained trunk and as many kinds of users as there can be."""
 
     learner: PosteriorLearner
     shared: State
@@ -189,6 +191,11 @@ class DefaultPopulation:
         batch = batch_of(features, rewards, learner)
         with torch.inference_mode():
             shared = learner.derive(learner.initial_shared(), [batch], CROWD_EVENTS - CROWD_EPOCH_EVENTS, CROWD_EVENTS)
+            state = SharedState.stored(shared)
+            heads = learner.head_samples(state, batch).statistics()
+            generator = torch.Generator().manual_seed(seed)
+            leaning = random_responsibilities(KINDS_MAX, DISTINCT_USERS, generator, state.prior.mean)
+            shared |= MixtureEM(state.prior, heads, torch.ones_like(heads.events)).fit(leaning).padded().state()
             initial_user = learner.initial_user(shared)
             previous = {name: tensor.expand(DISTINCT_USERS, *tensor.shape) for name, tensor in initial_user.items()}
             distinct = learner.fit(shared, batch, previous)

@@ -100,12 +100,12 @@ def decision_parts(learner: PosteriorLearner, *, requests: int, arms: int, pool:
             0,
             SINGLE * (learner.trunk.parameters + 2 * inputs + (codes + inputs if codes else 0)) + arms_in_out,
         ),
-        # The mean by three heads, 2D each, and the variance, 2D² + 2D; heads and covariance are computed in advance.
+        # The mean by the head, 2D, and the variance, 2D² + 2D; heads and covariance are computed in advance.
         Part(
             "heads",
-            total * (2 * narrowing + learner.inputs.products + 2 * size * size + 8 * size),
+            total * (2 * narrowing + learner.inputs.products + 2 * size * size + 4 * size),
             0,
-            SINGLE * (narrowing + requests * (size * size + 3 * size)),
+            SINGLE * (narrowing + requests * (size * size + size)),
         ),
         # Every pool user's prediction of each chosen arm, its distance, and the comparison with the tolerance.
         Part("agreement", requests * pool * (2 * size + 3), 0, SINGLE * pool * size),

@@ -40,8 +40,8 @@ from metaban.bench.serving.populations import (
 from metaban.bench.serving.roofline import Machine, bound_of, bytes_a_user, decision_parts
 from metaban.bench.worlds.environments import SyntheticGroups
 from metaban.models.default.arms import FACTORS
+from metaban.models.default.kinds import KINDS_MAX
 from metaban.models.default.learner import PosteriorLearner
-from metaban.models.default.notes import Notes
 from metaban.models.features import assemble
 from metaban.models.numerics.hardware import one_thread
 from metaban.models.settings import PosteriorSettings
@@ -175,7 +175,7 @@ def test_work_is_counted_from_shapes() -> None:
     size = 5 + 15 + 2 + FACTORS  # inputs, their products, the constant, the trunk's prediction, the arm's factors
     assert one["agreement"].single == 7 * (2 * size + 3)  # of the chosen arm
     assert one["agreement"].bytes == 4 * 7 * size
-    assert one["heads"].single == 3 * (15 + 2 * size**2 + 8 * size)
+    assert one["heads"].single == 3 * (15 + 2 * size**2 + 4 * size)
     for name, part in one.items():
         assert (many[name].single, many[name].double) == (6 * part.single, 6 * part.double)
         assert part.bytes <= many[name].bytes < 6 * part.bytes or name in ("heads", "memory")  # users' own numbers
@@ -199,7 +199,7 @@ def test_users_are_held_in_the_pool_and_as_guests() -> None:
     pooled, guest, stranger = served.score([ScoreRequest(user, inputs) for user in ("user-7", "user-1007", "nobody")])
     assert guest.mean.tolist() == pytest.approx(pooled.mean.tolist(), abs=1e-6)  # a copy of the same user
     assert stranger.mean.tolist() != pytest.approx(pooled.mean.tolist(), abs=1e-6)
-    assert (Notes(pooled.phi).alone != Notes(pooled.phi).together).any()  # the epoch has groups
+    assert crowd.learner.clusters(crowd.shared) == KINDS_MAX
     assert (pooled.user_events, guest.user_events, stranger.user_events) == (8, 8, 0)
 
 
