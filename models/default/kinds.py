@@ -7,14 +7,15 @@ component, the prior N(μ, Σ) itself, κ = 1. With responsibilities β_uk of ki
 
 EM is restarted several times from random responsibilities with annealing, and the most probable solution is kept.
 
-The number of kinds is chosen by the evidence, with centres integrated out by Laplace's method (MacKay, "Bayesian
-Interpolation", 1992). Two kinds are found even in pure noise, so the evidence for more has to exceed that for two
-clearly. If the largest number has the most evidence, users form a continuum and there are no kinds.
+The number of kinds is the least under which the rewards of users who were held out are as probable as under any other
+number, within two standard errors (cross-validation; the one-standard-error rule of Breiman et al., "Classification and
+Regression Trees", 1984, with two). The prior alone comes first. So does one kind, which counts as none: where all users
+are alike, Σ may still be too wide, and any narrower prior is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Self, final
 
@@ -28,13 +29,14 @@ from metaban.models.numerics.schedule import grown
 #: Number of users that kinds are derived from, those with the most events.
 USERS_MAX: Final = 256
 
-#: Numbers of kinds to try, the first and the last for comparison only; κ, Σ within a kind relative to Σ.
-COUNTS: Final = (2, 3, 4, 6, 9)
-KINDS_MAX: Final = COUNTS[-2]
-SPREAD: Final = 0.02
+#: Numbers of kinds to try, the first for comparison only; κ, Σ within a kind relative to Σ.
+COUNTS: Final = (1, 2, 3, 4, 6, 9)
+KINDS_MAX: Final = max(COUNTS)
+SPREAD: Final = 0.07
 
-#: Evidence, in nats, by which more kinds have to exceed two.
-EVIDENCE_MARGIN: Final = 20.0
+#: Parts of the users that are held out in turn, and standard errors by which more kinds have to be better than fewer.
+FOLDS: Final = 3
+LEAST_ERRORS: Final = 2.0
 
 #: Random restarts of EM, steps of each, and steps when a solution is continued with newer samples.
 RESTARTS: Final = 3
@@ -44,10 +46,8 @@ STEPS_CARRIED: Final = 3
 #: Initial temperature of the EM annealing.
 FIRST_TEMPERATURE: Final = 3.0
 
-#: Applied events from which kinds are searched for, the mean events per user required, and the growth of events after
-#: which they are searched for again.
+#: Applied events from which kinds are searched for, and the growth of events after which they are searched for again.
 FROM_EVENTS: Final = 1_024
-EVENTS_EACH: Final = 10.0
 GROWTH: Final = 1.3
 
 #: Lower bound of uniform random numbers, whose logarithm is taken.
@@ -103,6 +103,10 @@ class Kinds:
         """Number of kinds; 1 without."""
         return int((self.log_shares > UNUSED / 2).sum())
 
+    def found(self) -> bool:
+        """Whether there are kinds."""
+        return bool(self.spread < 1)
+
     def posteriors(self, prior: Prior, gram: Array, moment: Array) -> HeadPosteriors:
         """Posteriors of the heads of users with A [R, D, D] and b [R, D] (prior.py), in float64."""
         within = prior.precision / self.spread  # (κΣ)⁻¹
@@ -139,15 +143,23 @@ class HeadPosteriors:
 
 @final
 class MixtureEM:
-    """EM for a mixture of users with weights w_u [U] under a prior."""
+    """EM for a mixture of users with weights w_u [U] under a prior and a spread κ."""
 
-    def __init__(self, prior: Prior, users: Statistics, weights: Tensor) -> None:
+    def __init__(self, prior: Prior, users: Statistics, weights: Tensor, spread: float = SPREAD) -> None:
         self._prior, self._users, self._weights = prior, users, weights
-        self._spread = torch.full_like(prior.noise, SPREAD)
-        self._within = prior.precision / SPREAD
-        covariance = inverse(users.gram / prior.noise + self._within)  # [U, D, D]
-        self._drawn = (covariance @ (users.moment / prior.noise).unsqueeze(-1)).squeeze(-1)  # [U, D]
+        self._spread = torch.full_like(prior.noise, spread)
+        self._within = prior.precision / spread
+        precision, known = users.gram / prior.noise + self._within, users.moment / prior.noise
+        covariance = inverse(precision)  # [U, D, D]
+        self._drawn = (covariance @ known.unsqueeze(-1)).squeeze(-1)  # [U, D]
         self._half = 0.5 * covariance.flatten(1)  # [U, D²]
+        volume = torch.logdet(self._within) - torch.logdet(precision)  # [U]
+        self._same_for_kinds = 0.5 * ((known * self._drawn).sum(-1) + volume)  # [U]
+
+    def log_likelihood(self, kinds: Kinds) -> Tensor:
+        """log p(rewards of u), up to a constant of the user's rewards and σ² [..., U]."""
+        likely: Tensor = self.log_joint(kinds).logsumexp(-1) + self._same_for_kinds
+        return likely
 
     def log_joint(self, kinds: Kinds) -> Tensor:
         """log π_k + log p(rewards of u | kind k), up to a constant of the user [..., U, K]."""
@@ -187,13 +199,6 @@ class MixtureEM:
         unlikely: Tensor = 0.5 * ((away @ self._prior.precision) * away).sum((-1, -2))
         return self.log_joint(kinds).logsumexp(-1) @ self._weights - unlikely
 
-    def log_evidence(self, kinds: Kinds) -> Tensor:
-        """log p(rewards | K) by Laplace's method, up to the same constant []."""
-        gram, _, _ = self._pooled(self.log_joint(kinds).softmax(-1))
-        volume = torch.logdet(self._prior.covariance @ (gram / self._prior.noise + self._prior.precision))  # [K]
-        evidence: Tensor = self.log_posterior(kinds) - 0.5 * volume.sum(-1)
-        return evidence
-
     def _pooled(self, belief: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Statistics A [..., K, D, D], b [..., K, D] and users [..., K] of kinds under responsibilities [..., U, K]."""
         belief = (belief * self._weights.unsqueeze(-1)).mT  # [..., K, U]
@@ -213,27 +218,53 @@ def search_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
     return refit or grown(epoch_events, total_events, GROWTH)
 
 
-def derive_kinds(
-    before: Kinds, prior: Prior, users: Statistics, user_weights: Tensor, *, search: bool, total_events: int
-) -> Kinds:
-    """Kinds under a new prior, of users with weights w_u [U]: searched for, or those before continued."""
+#: Learns the prior of users with weights from its start values.
+PriorLearning = Callable[[Statistics, Tensor], Prior]
+
+
+def continued_kinds(before: Kinds, prior: Prior, users: Statistics, user_weights: Tensor) -> Kinds:
+    """Kinds of an earlier epoch under a new prior, from newer samples of users with weights w_u [U]."""
+    if not before.found():
+        return Kinds.none(prior)
+    return MixtureEM(prior, *_largest(users, user_weights)).continued(before)
+
+
+def _largest(users: Statistics, user_weights: Tensor) -> tuple[Statistics, Tensor]:
+    """The users that kinds are derived from, and their weights."""
     largest = (user_weights * users.events).argsort(descending=True, stable=True)[:USERS_MAX]
-    users = users.rows(largest)
-    em = MixtureEM(prior, users, user_weights[largest])
-    if not search:
-        there = (before.spread < 1).to(torch.int64)
-        return _chosen([Kinds.none(prior), em.continued(before)], there)
-    generator, count = torch.Generator().manual_seed(total_events), users.events.shape[0]
-    found = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)) for kinds in COUNTS]
-    worth = torch.stack([em.log_evidence(kinds) for kinds in found])
-    best = worth.argmax()
-    separated = (
-        (worth[best] - worth[0] > EVIDENCE_MARGIN) & (best < len(COUNTS) - 1) & (users.events.mean() >= EVENTS_EACH)
-    )
-    return _chosen([Kinds.none(prior), *(kinds.padded() for kinds in found[1:-1])], torch.where(separated, best, 0))
+    return users.rows(largest), user_weights[largest]
 
 
-def _chosen(candidates: Sequence[Kinds], place: Tensor) -> Kinds:
-    """The one in this place [], chosen on the device: no synchronisation."""
-    states = [kinds.state() for kinds in candidates]
-    return Kinds.stored({name: torch.stack([state[name] for state in states])[place.view(1)][0] for name in states[0]})
+def found_kinds(
+    prior: Prior, users: Statistics, user_weights: Tensor, learn_prior: PriorLearning, generator: torch.Generator
+) -> Kinds:
+    """Kinds under a prior, of users with weights w_u [U], if they explain users who were held out."""
+    users, weights = _largest(users, user_weights)
+    gains = held_out_gains(users, weights, learn_prior, generator)  # [1 + len(COUNTS), U]
+    short = gains[gains.sum(-1).argmax()] - gains
+    error = (short.var(-1, correction=0) * short.shape[1]).sqrt()
+    place = int((short.sum(-1) <= LEAST_ERRORS * error).to(torch.int64).argmax())  # the first
+    if place < 2:
+        return Kinds.none(prior)
+    leaning = random_responsibilities(COUNTS[place - 1], weights.shape[0], generator, prior.mean)
+    return MixtureEM(prior, users, weights).fit(leaning).padded()
+
+
+def held_out_gains(
+    users: Statistics, weights: Tensor, learn_prior: PriorLearning, generator: torch.Generator
+) -> Tensor:
+    """Logarithm by which each user's rewards are more probable with kinds than without [1 + len(COUNTS), U].
+
+    Kinds and the prior are those of other users. The first row is without kinds, 0; columns are users fold by fold.
+    """
+    fold = (torch.randperm(weights.shape[0], generator=generator) % FOLDS).to(weights.device)
+    gains = []
+    for number in range(FOLDS):
+        others, held = ((users.rows(part), weights[part]) for part in (fold != number, fold == number))
+        prior = learn_prior(*others)
+        fitted, judged = MixtureEM(prior, *others), MixtureEM(prior, *held)
+        alone = MixtureEM(prior, *held, spread=1.0).log_likelihood(Kinds.none(prior))  # [U]
+        leanings = [random_responsibilities(count, others[1].shape[0], generator, prior.mean) for count in COUNTS]
+        each = torch.stack([alone, *(judged.log_likelihood(fitted.fit(leaning)) for leaning in leanings)])
+        gains.append((each - alone) * held[1])
+    return torch.cat(gains, -1)

@@ -34,7 +34,7 @@ from metaban.models.default.arms import (
 from metaban.models.default.calibration import BINS, COLUMNS, NORMAL_REACH, reliability_and_reach
 from metaban.models.default.drift import drift_detected
 from metaban.models.default.inputs import ArmInputs
-from metaban.models.default.kinds import FROM_EVENTS, Kinds, derive_kinds, search_due
+from metaban.models.default.kinds import FROM_EVENTS, Kinds, continued_kinds, found_kinds, search_due
 from metaban.models.default.memory import FIRST_GAIN, memory_gain
 from metaban.models.default.notes import Notes
 from metaban.models.default.places import looks_at
@@ -56,6 +56,13 @@ SEEDS = 1 << 63
 
 #: EM steps of an epoch with a refit, and of other epochs.
 EM_STEPS_REFIT, EM_STEPS = 12, 2
+
+
+def after_em(prior: Prior, users: Statistics, weights: Tensor, steps: int) -> Prior:
+    """The prior after so many EM steps on users with weights w_u [U]."""
+    for _ in range(steps):
+        prior = with_tastes(prior.em_step(users, weights))
+    return prior
 
 
 @final
@@ -230,9 +237,7 @@ class PosteriorLearner(Learner):
         samples = Samples.of(batches, shared)
         heads = [self.head_samples(shared, batch) for batch in batches]
         users = Statistics.joined([head.statistics() for head in heads])
-        prior = shared.prior
-        for _ in range(EM_STEPS_REFIT if refit else EM_STEPS):
-            prior = with_tastes(prior.em_step(users, weights))
+        prior = after_em(shared.prior, users, weights, EM_STEPS_REFIT if refit else EM_STEPS)
         if self.inputs.trunk:
             wanted = round((total_events - epoch_events) * self.settings.steps_per_event)
             steps = min(max(1, wanted), self.settings.epoch_steps_max)
@@ -241,14 +246,24 @@ class PosteriorLearner(Learner):
             shared = replace(shared, trunk=self._trained_trunk(shared, taught, steps, total_events))
         kinds = Kinds.none(prior)
         if self.settings.kinds and total_events >= FROM_EVENTS:
-            search = search_due(epoch_events, total_events, refit=refit)
-            kinds = derive_kinds(shared.kinds, prior, users, weights, search=search, total_events=total_events)
+            if search_due(epoch_events, total_events, refit=refit):
+                kinds = found_kinds(
+                    prior, users, weights, self._learned_prior, torch.Generator().manual_seed(total_events)
+                )
+            else:
+                kinds = continued_kinds(shared.kinds, prior, users, weights)
         shared = replace(shared, prior=prior, kinds=kinds)
         if self.settings.memory and refit:
             inputs, targets = [head.inputs for head in heads], [head.targets for head in heads]
             gain = memory_gain(prior, users, inputs, targets, batches, self.inputs.seen, self.settings.memory_radius)
             shared = replace(shared, gain=gain)
         return shared
+
+    def _learned_prior(self, users: Statistics, weights: Tensor) -> Prior:
+        """The prior of these users alone."""
+        start = prior_state(with_tastes(Prior.initial(self.head_size)))
+        prior = prior_from_state({name: value.to(weights) for name, value in start.items()})
+        return after_em(prior, users, weights, EM_STEPS_REFIT)
 
     def clusters(self, shared: State) -> int:
         return Kinds.stored(shared).count()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from metaban.models.default.arms import UNUSED_KEY
-from metaban.models.default.kinds import FROM_EVENTS, USERS_MAX, derive_kinds
+from metaban.models.default.kinds import FROM_EVENTS
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
 from metaban.models.default.shared_state import SharedState
@@ -146,31 +145,12 @@ def test_kinds_need_a_minimum_of_events() -> None:
     ):  # fmt: skip
         learner = PosteriorLearner(small(**changes), 3, torch.float64)
         generator = generator_of(5)
-        tastes = 2 * torch.eye(3, dtype=torch.float64)
-        people = [random_history(learner, 24, generator, tastes[user % 3]) for user in range(48)]
+        tastes = 4 * torch.eye(3, dtype=torch.float64)
+        people = [random_history(learner, 40, generator, tastes[user % 3]) for user in range(90)]
         derived = learner.derive(learner.initial_shared(), [batch_of(people)], 0, events)
         assert (learner.clusters(derived) > 1) == found
         assert torch.equal(derived["kind_centres"][0], derived["prior_mean"]) != found
         assert (derived["kind_spread"] == 1) != found
-
-
-def test_kinds_are_those_of_users_with_the_most_samples() -> None:
-    """One user more than kinds are derived from: the one with a single sample does not count."""
-    learner = PosteriorLearner(small(), 2, torch.float64)
-    generator = generator_of(11)
-    angles = 2 * np.pi / 3 * torch.arange(3, dtype=torch.float64)
-    tastes = torch.stack([angles.cos(), angles.sin()], -1)
-    most = [random_history(learner, 24, generator, tastes[user % 3]) for user in range(USERS_MAX)]
-    found = []
-    for last in (1, 2):
-        shy = random_history(learner, 1, generator_of(last))
-        batch = batch_of([shy, *most])
-        state = SharedState.stored(learner.initial_shared())
-        users = learner.head_samples(state, batch).statistics()
-        weights = torch.ones_like(users.events)
-        found.append(derive_kinds(state.kinds, state.prior, users, weights, search=True, total_events=4_096))
-    assert found[0].count() == 3
-    assert torch.equal(found[0].centres, found[1].centres)
 
 
 def after_low_rewards(**changes: object) -> tuple[PosteriorLearner, State, UserBatch]:
