@@ -15,7 +15,7 @@ are alike, Σ may still be too wide, and any narrower prior is better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self, final
 
@@ -102,10 +102,6 @@ class Kinds:
     def count(self) -> int:
         """Number of kinds; 1 without."""
         return int((self.log_shares > UNUSED / 2).sum())
-
-    def found(self) -> bool:
-        """Whether there are kinds."""
-        return bool(self.spread < 1)
 
     def posteriors(self, prior: Prior, gram: Array, moment: Array) -> HeadPosteriors:
         """Posteriors of the heads of users with A [R, D, D] and b [R, D] (prior.py), in float64."""
@@ -224,9 +220,8 @@ PriorLearning = Callable[[Statistics, Tensor], Prior]
 
 def continued_kinds(before: Kinds, prior: Prior, users: Statistics, user_weights: Tensor) -> Kinds:
     """Kinds of an earlier epoch under a new prior, from newer samples of users with weights w_u [U]."""
-    if not before.found():
-        return Kinds.none(prior)
-    return MixtureEM(prior, *_largest(users, user_weights)).continued(before)
+    continued = MixtureEM(prior, *_largest(users, user_weights)).continued(before)
+    return _chosen([Kinds.none(prior), continued], before.spread < 1)
 
 
 def _largest(users: Statistics, user_weights: Tensor) -> tuple[Statistics, Tensor]:
@@ -243,11 +238,18 @@ def found_kinds(
     gains = held_out_gains(users, weights, learn_prior, generator)  # [1 + len(COUNTS), U]
     short = gains[gains.sum(-1).argmax()] - gains
     error = (short.var(-1, correction=0) * short.shape[1]).sqrt()
-    place = int((short.sum(-1) <= LEAST_ERRORS * error).to(torch.int64).argmax())  # the first
-    if place < 2:
-        return Kinds.none(prior)
-    leaning = random_responsibilities(COUNTS[place - 1], weights.shape[0], generator, prior.mean)
-    return MixtureEM(prior, users, weights).fit(leaning).padded()
+    # With a single user nothing is comparable (NaN), and the first is none.
+    first = (short.sum(-1) <= LEAST_ERRORS * error).to(torch.int64).argmax()
+    em, none, count = MixtureEM(prior, users, weights), Kinds.none(prior), weights.shape[0]
+    several = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)).padded() for kinds in COUNTS[1:]]
+    return _chosen([none, none, *several], first)
+
+
+def _chosen(candidates: Sequence[Kinds], place: Tensor) -> Kinds:
+    """The one in this place [], chosen on the device: no synchronisation."""
+    states = [kinds.state() for kinds in candidates]
+    row = place.to(torch.int64).view(1)
+    return Kinds.stored({name: torch.stack([state[name] for state in states])[row][0] for name in states[0]})
 
 
 def held_out_gains(
@@ -257,10 +259,11 @@ def held_out_gains(
 
     Kinds and the prior are those of other users. The first row is without kinds, 0; columns are users fold by fold.
     """
-    fold = (torch.randperm(weights.shape[0], generator=generator) % FOLDS).to(weights.device)
+    folds = torch.randperm(weights.shape[0], generator=generator).to(weights.device).tensor_split(FOLDS)
     gains = []
-    for number in range(FOLDS):
-        others, held = ((users.rows(part), weights[part]) for part in (fold != number, fold == number))
+    for number, fold in enumerate(folds):
+        rest = torch.cat([*folds[:number], *folds[number + 1 :]])
+        others, held = ((users.rows(rows), weights[rows]) for rows in (rest, fold))
         prior = learn_prior(*others)
         fitted, judged = MixtureEM(prior, *others), MixtureEM(prior, *held)
         alone = MixtureEM(prior, *held, spread=1.0).log_likelihood(Kinds.none(prior))  # [U]

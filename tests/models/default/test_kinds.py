@@ -239,21 +239,19 @@ def test_gains_are_those_of_users_who_were_held_out() -> None:
     weights[4] = 0.5
     found = held_out_gains(users, weights, prior_of, generator_of(1))
     generator, column = generator_of(1), 0
-    folds = torch.randperm(30, generator=generator) % FOLDS
-    for fold in range(FOLDS):
-        others = folds != fold
+    folds = torch.randperm(30, generator=generator).tensor_split(FOLDS)
+    for number, fold in enumerate(folds):
+        others = torch.cat([each for place, each in enumerate(folds) if place != number])
         prior = prior_of(users.rows(others), weights[others])
         em = MixtureEM(prior, users.rows(others), weights[others])
         for row, count in enumerate(COUNTS):
             fitted = em.fit(random_responsibilities(count, 20, generator, prior.mean))
             shares = fitted.log_shares.exp().tolist()
-            for place, user in enumerate((~others).nonzero()[:, 0].tolist()):
+            for place, user in enumerate(fold.tolist()):
                 densities = [dense_log_probability(prior, users, user, centre) for centre in fitted.centres]
                 mixed = math.log(sum(share * math.exp(each) for share, each in zip(shares, densities, strict=True)))
-                alone = dense_log_probability(prior, users, user, prior.mean, 1.0)
-                assert float(found[1 + row, column + place]) == pytest.approx(
-                    float(weights[user]) * (mixed - alone), abs=1e-7
-                )
+                expected = float(weights[user]) * (mixed - dense_log_probability(prior, users, user, prior.mean, 1.0))
+                assert float(found[1 + row, column + place]) == pytest.approx(expected, abs=1e-7)
         column += 10
     assert not found[0].any()
     assert COUNTS[int(found.sum(-1).argmax()) - 1] == 3
