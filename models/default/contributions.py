@@ -6,7 +6,7 @@ h = [1, x, x⊗x, p(z)] of standardised inputs z, and terms t(z). Its blocks, wi
     shared = w₀ᵀh(z) + (β + Vp₀)ᵀt(z)      user = (w − w₀)ᵀh(z) + (V(p_u − p₀))ᵀt(z)
     arm = b_i      taste = p_uᵀq_i      memory
 
-w₀ and p₀ are the prior's mean, mixed over kinds like all heads.
+w₀ and p₀ are the mean of the prior: μ, or Σ_k π_k c_k.
 Columns are gradient × input of shared + user, the trunk's p included, with the slate summary fixed; the intercept is
 shared + user at z = 0. The memory is no part of the columns: its kernel is so narrow that its gradient is 0 almost
 everywhere.

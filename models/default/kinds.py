@@ -5,16 +5,18 @@ component, the prior N(μ, Σ) itself, κ = 1. With responsibilities β_uk of ki
 
     β_uk ∝ π_k · p(rewards of u | w ~ N(c_k, κΣ))        c_k = posterior mean of heads from Σ_u β_uk (A_u, b_u)
 
-EM is restarted several times from random responsibilities with annealing, and the most probable solution is kept.
+so a centre is fitted as if all users of a kind had the same head: κ is small. EM is restarted several times from random
+responsibilities with annealing, and the most probable solution is kept.
 
 The number of kinds is the least under which the rewards of users who were held out are as probable as under any other
-number, within two standard errors (cross-validation; the one-standard-error rule of Breiman et al., "Classification and
-Regression Trees", 1984, with two). The prior alone comes first. So does one kind, which counts as none: where all users
-are alike, Σ may still be too wide, and any narrower prior is better.
+number, within two standard errors and three nats (cross-validation; after the one-standard-error rule of Breiman et
+al., "Classification and Regression Trees", 1984). The prior alone comes first. So does one kind, which counts as none:
+where all users are alike, Σ may still be too wide, and any narrower prior is better.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self, final
@@ -29,14 +31,17 @@ from metaban.models.numerics.schedule import grown
 #: Number of users that kinds are derived from, those with the most events.
 USERS_MAX: Final = 256
 
-#: Numbers of kinds to try, the first for comparison only; κ, Σ within a kind relative to Σ.
+#: Numbers of kinds to try, the first for comparison only; κ, the covariance within a kind relative to Σ.
 COUNTS: Final = (1, 2, 3, 4, 6, 9)
 KINDS_MAX: Final = max(COUNTS)
 SPREAD: Final = 0.07
 
-#: Parts of the users that are held out in turn, and standard errors by which more kinds have to be better than fewer.
+#: Parts of the users that are held out in turn.
 FOLDS: Final = 3
-LEAST_ERRORS: Final = 2.0
+
+#: Standard errors, and nats, by which fewer kinds may be worse than the best number.
+TOLERATED_ERRORS: Final = 2.0
+TOLERATED_NATS: Final = 3.0
 
 #: Random restarts of EM, steps of each, and steps when a solution is continued with newer samples.
 RESTARTS: Final = 3
@@ -77,11 +82,11 @@ class Kinds:
     @classmethod
     def stored(cls, shared: Mapping[str, Array]) -> Self:
         """From an epoch's shared state."""
-        return cls(shared["kind_centres"], shared["kind_shares"], shared["kind_spread"])
+        return cls(shared["kind_centres"], shared["kind_log_shares"], shared["kind_spread"])
 
     def state(self) -> dict[str, Array]:
         """The shared state of the kinds."""
-        return {"kind_centres": self.centres, "kind_shares": self.log_shares, "kind_spread": self.spread}
+        return {"kind_centres": self.centres, "kind_log_shares": self.log_shares, "kind_spread": self.spread}
 
     def padded(self) -> Self:
         """The same with KINDS_MAX rows."""
@@ -168,7 +173,7 @@ class MixtureEM:
 
     def m_step(self, belief: Tensor) -> Kinds:
         """M-step: centres and shares from responsibilities [..., U, K]."""
-        gram, moment, mass = self._pooled(belief)
+        gram, moment, mass = self._sums(belief)
         shares = (mass / mass.sum(-1, keepdim=True)).log()
         return Kinds(self._prior.posterior_mean(gram, moment), shares, self._spread)
 
@@ -178,8 +183,11 @@ class MixtureEM:
         for step in range(STEPS):
             heat = max(1.0, FIRST_TEMPERATURE * (1 - 2 * step / STEPS))
             kinds = self.m_step((self.log_joint(kinds) / heat).softmax(-1))
-        best = self.log_posterior(kinds).argmax().view(1)
-        return Kinds(kinds.centres[best][0], kinds.log_shares[best][0], kinds.spread)
+        best = self.log_posterior(kinds).nan_to_num(nan=-torch.inf).argmax().view(1)
+        log_shares, order = kinds.log_shares[best][0].sort(descending=True, stable=True)
+        # A kind of less than one user is none; the largest remains.
+        empty = (log_shares < -math.log(max(1, self._weights.shape[0]))) & (log_shares < log_shares[0])
+        return Kinds(kinds.centres[best][0][order], log_shares.masked_fill(empty, UNUSED), kinds.spread)
 
     def continued(self, kinds: Kinds) -> Kinds:
         """A few EM steps from an earlier solution; unused kinds stay unused."""
@@ -195,7 +203,7 @@ class MixtureEM:
         unlikely: Tensor = 0.5 * ((away @ self._prior.precision) * away).sum((-1, -2))
         return self.log_joint(kinds).logsumexp(-1) @ self._weights - unlikely
 
-    def _pooled(self, belief: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _sums(self, belief: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Statistics A [..., K, D, D], b [..., K, D] and users [..., K] of kinds under responsibilities [..., U, K]."""
         belief = (belief * self._weights.unsqueeze(-1)).mT  # [..., K, U]
         gram = (belief @ self._users.gram.flatten(1)).view(*belief.shape[:-1], *self._users.gram.shape[1:])
@@ -237,10 +245,11 @@ def found_kinds(
     users, weights = _largest(users, user_weights)
     gains = held_out_gains(users, weights, learn_prior, generator)  # [1 + len(COUNTS), U]
     short = gains[gains.sum(-1).argmax()] - gains
-    error = (short.var(-1, correction=0) * short.shape[1]).sqrt()
+    count = short.shape[1]
+    error = (short.var(-1, correction=0) * (count * count / max(1, count - 1))).sqrt()
     # With a single user nothing is comparable (NaN), and the first is none.
-    first = (short.sum(-1) <= LEAST_ERRORS * error).to(torch.int64).argmax()
-    em, none, count = MixtureEM(prior, users, weights), Kinds.none(prior), weights.shape[0]
+    first = (short.sum(-1) <= TOLERATED_ERRORS * error + TOLERATED_NATS).to(torch.int64).argmax()
+    em, none = MixtureEM(prior, users, weights), Kinds.none(prior)
     several = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)).padded() for kinds in COUNTS[1:]]
     return _chosen([none, none, *several], first)
 
@@ -270,4 +279,4 @@ def held_out_gains(
         leanings = [random_responsibilities(count, others[1].shape[0], generator, prior.mean) for count in COUNTS]
         each = torch.stack([alone, *(judged.log_likelihood(fitted.fit(leaning)) for leaning in leanings)])
         gains.append((each - alone) * held[1])
-    return torch.cat(gains, -1)
+    return torch.cat(gains, -1).nan_to_num(nan=-torch.inf)

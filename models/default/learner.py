@@ -255,7 +255,8 @@ class PosteriorLearner(Learner):
         shared = replace(shared, prior=prior, kinds=kinds)
         if self.settings.memory and refit:
             inputs, targets = [head.inputs for head in heads], [head.targets for head in heads]
-            gain = memory_gain(prior, users, inputs, targets, batches, self.inputs.seen, self.settings.memory_radius)
+            radius = self.settings.memory_radius
+            gain = memory_gain(prior, kinds, users, inputs, targets, batches, self.inputs.seen, radius)
             shared = replace(shared, gain=gain)
         return shared
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from metaban.models.default.kinds import Kinds
 from metaban.models.default.prior import Prior, Statistics
 from metaban.models.learner import UserBatch
 from metaban.models.numerics.arrays import Array, dots, double, exponential, library_of
@@ -99,6 +100,7 @@ def replay_errors(x: Tensor, residuals: Tensor, valid: Tensor, radius: float) ->
 
 def memory_gain(
     prior: Prior,
+    kinds: Kinds,
     users: Statistics,
     heads: Sequence[Tensor],
     targets: Sequence[Tensor],
@@ -111,7 +113,7 @@ def memory_gain(
     Heads are h [B, S, D] of each batch, targets what they predict [B, S]. The memory sees the first `inputs` numbers
     after the constant.
     """
-    means = prior.posterior_mean(users.gram, users.moment)  # [U, D]
+    means = kinds.posteriors(prior, users.gram, users.moment).head  # [U, D]
     errors, start = torch.zeros(len(GAINS), dtype=torch.float64, device=means.device), 0
     for h, target, batch in zip(heads, targets, batches, strict=True):
         own = means[start : start + h.shape[0]].to(h.dtype)

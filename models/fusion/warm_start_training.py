@@ -1,9 +1,9 @@
 """Training of warm starts: a fusion model of users' heads by their profiles, and the guard that sets its trust.
 
 Sources are users with samples and a profile. Their heads are posteriors under the epoch's prior from their statistics
-alone, without warm starts, because fusion must not learn its own predictions. Users of excluded kinds
-(`default/influence.py`) are no sources. The guard holds a part of the sources out, fits on the others, and compares
-predictions of the held-out users' first rewards from their profiles with the prior's (`warm_start_guard.py`).
+alone, without warm starts, because fusion must not learn its own predictions. The guard holds a part of the sources
+out, fits on the others, and compares predictions of the held-out users' first rewards from their profiles with the
+prior's (`warm_start_guard.py`).
 
 Only the latest samples of a user are kept; where the first rewards are gone, the oldest kept ones are used.
 """

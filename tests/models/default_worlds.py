@@ -417,7 +417,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
         for layers, weight in zip(members, weights, strict=True):
             layers.append((weight, np.array([next(flat) for _ in range(rows)])))
     assert not list(flat)
-    used = shared["kind_shares"] > UNUSED / 2
+    used = shared["kind_log_shares"] > UNUSED / 2
     read = LiteralSettings(**{each.name: getattr(settings, each.name) for each in fields(LiteralSettings)})
     return LiteralPosterior(
         replace(read, trunk=trunk),
@@ -434,7 +434,7 @@ def literal_of(learner: PosteriorLearner, shared: State) -> LiteralPosterior:
             prior_covariance=numbers["prior_covariance"],
             noise=float(numbers["noise"]),
             centres=list(numbers["kind_centres"][used]),
-            shares=np.exp(numbers["kind_shares"][used]).tolist(),
+            shares=np.exp(numbers["kind_log_shares"][used]).tolist(),
             spread=float(numbers["kind_spread"]),
             gain=float(numbers["gain"]),
             reach=float(numbers["reach"]),

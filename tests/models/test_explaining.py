@@ -228,7 +228,7 @@ class TestDefault:
         wide = inputs.wide_inputs(shared, z) @ shared["arm_wide"]
         assert wide.abs().max() > 1e-3
         _, parts = asked.explained([0, 1, 2, 3])
-        newborn = shared["kind_shares"].exp() @ shared["kind_centres"]
+        newborn = shared["kind_log_shares"].exp() @ shared["kind_centres"]
         torch.testing.assert_close(parts.shared, h @ newborn + wide)
         torch.testing.assert_close(parts.user, h @ (query.own["head"][0] - newborn))
         torch.testing.assert_close(parts.arm, effects)

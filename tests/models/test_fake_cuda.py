@@ -222,7 +222,7 @@ def check_training_and_scoring(learner: Learner) -> None:
         batch(3, SAMPLES, learner.noted, learner.start_size),
         batch(2, SAMPLES + 1, learner.noted, learner.start_size),
     ]
-    # Epochs that change inputs, of which the second finds groups and the last kinds and factors, and one that does not.
+    # Epochs that change inputs, of which the last finds kinds and factors, and one that does not.
     for epoch_events, events in ((0, 32), (250, 256), (256, 400), (1_000, 1_024)):
         refit = events != 400 and getattr(chosen, "standardize", True)
         assert learner.refit_due(epoch_events, events) == refit

@@ -311,3 +311,24 @@ def test_schedule_of_the_search_for_kinds() -> None:
     due = [total for total in range(2_000, 10_000, 10) if search_due(total - 10, total, refit=False)]
     assert abs(len(due) - math.log(5) / math.log(GROWTH)) <= 1
     assert not search_due(5_000, 5_000, refit=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_few_users_are_no_kinds(count: int) -> None:
+    """Nearly the same differences for each of few users are no evidence."""
+    users = crowd_of(kinds(1, 4), count, 300, 2)
+    users = users.rows(torch.zeros(count, dtype=torch.int64))  # all alike
+    prior = learned(users)
+    assert_none(sought(prior, users), prior)
+
+
+def test_only_kinds_with_users_count() -> None:
+    """Nine kinds of four users: no more than four are left, the largest first."""
+    users = crowd_of(kinds(2, 4), 4, 30, 2)
+    prior = learned(users)
+    em = MixtureEM(prior, users, torch.ones(4, dtype=torch.float64))
+    found = em.fit(random_responsibilities(9, 4, generator_of(0), prior.mean)).padded().used()
+    assert 1 <= found.count() <= 4
+    shares = found.log_shares[: found.count()]
+    assert (shares[:-1] >= shares[1:]).all()
+    assert (found.log_shares[found.count() :] == UNUSED).all()

@@ -132,7 +132,7 @@ def test_heads_use_the_predictions_noted_at_the_decision() -> None:
     wild = PosteriorLearner(small(trunk_rate=1.0), 3, torch.float64)
     one, other = learner.derive(shared, [batch], 0, 512), wild.derive(shared, [batch], 0, 512)
     assert not torch.allclose(one["trunk"], other["trunk"])
-    for name in ("prior_mean", "prior_covariance", "noise", "kind_centres", "kind_shares", "gain"):
+    for name in ("prior_mean", "prior_covariance", "noise", "kind_centres", "kind_log_shares", "gain"):
         assert torch.equal(one[name], other[name])
     noted = learner.derive(shared, [replace(batch, phi=batch.phi.flip(1))], 0, 512)
     assert not torch.allclose(one["prior_mean"], noted["prior_mean"])

@@ -164,7 +164,7 @@ class TestNothingYet:
     def test_without_kinds(self, changes: dict[str, Any], dtype: torch.dtype) -> None:
         learner = PosteriorLearner(small(**changes), 3, dtype)
         scene = scene_of(learner, known=False)
-        assert (scene.shared["kind_shares"][1:] == UNUSED).all()
+        assert (scene.shared["kind_log_shares"][1:] == UNUSED).all()
         scores = compare(learner, scene.shared, scene)
         assert np.isfinite(scores.mean + scores.bonus).all()
 
@@ -181,7 +181,7 @@ def test_unused_rows_of_kinds_have_no_effect(dtype: torch.dtype) -> None:
     """numpy removes them and torch keeps them: their stored numbers must not matter in either."""
     learner = PosteriorLearner(small(), 3, dtype)
     scene = scene_of(learner)
-    centres, shares = scene.shared["kind_centres"], scene.shared["kind_shares"]
+    centres, shares = scene.shared["kind_centres"], scene.shared["kind_log_shares"]
     used = shares > UNUSED / 2
     assert used.tolist() == [True, True, *[False] * (KINDS_MAX - 2)]
     before = compare(learner, scene.shared, scene)
@@ -189,7 +189,7 @@ def test_unused_rows_of_kinds_have_no_effect(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(before.mean, after.mean)
     first_only = shares.clone()
     first_only[1:] = UNUSED
-    fewer = compare(learner, {**scene.shared, "kind_shares": first_only}, scene)
+    fewer = compare(learner, {**scene.shared, "kind_log_shares": first_only}, scene)
     assert not np.allclose(before.mean, fewer.mean, atol=1e-3), "kinds have an effect"
 
 

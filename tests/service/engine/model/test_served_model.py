@@ -169,7 +169,7 @@ class TestEpochs:
         shares = np.full(KINDS_MAX, UNUSED)
         for number, clusters in ((1, 3), (2, 4)):
             shares[:clusters] = -1.0
-            adopt(model, number, kind_shares=shares)
+            adopt(model, number, kind_log_shares=shares)
             assert model.clusters == clusters
         adopt(model, 3)
         assert model.clusters == 1
