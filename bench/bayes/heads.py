@@ -27,7 +27,7 @@ from metaban.bench.bayes.plan import BayesPlan
 from metaban.bench.core.local_loop import LocalLoop, plain_layout
 from metaban.bench.core.report import Bar
 from metaban.bench.worlds.environments import SyntheticGroups
-from metaban.models.default.kinds import Kinds, MixtureEM, random_responsibilities
+from metaban.models.default.kinds import Kinds, MixtureEM
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.prior import Prior, prior_from_state
 from metaban.models.default.shared_state import SharedState
@@ -161,8 +161,7 @@ def _posteriors(world: PlayedWorld) -> dict[str, float]:
     # In this world every arm is at the first place. h is [U, S, D].
     h, rewards, weights = samples.inputs.double(), samples.targets.double(), samples.weights.double()
     users, generator = samples.statistics(), torch.Generator().manual_seed(0)
-    leaning = random_responsibilities(KINDS, h.shape[0], generator, state.prior.mean)
-    kinds = MixtureEM(state.prior, users, torch.ones_like(users.events)).fit(leaning)
+    kinds = MixtureEM(state.prior, users, torch.ones_like(users.events)).fit(KINDS, generator)
     found = {"largest head": 0.0, "fitted head": 0.0, "served head": 0.0, "served covariance": 0.0}
     for mixture, (head, spread) in (
         (Kinds.none(state.prior), analytic(state.prior, h, rewards, weights)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from metaban.bench.core.local_loop import plain_layout
 from metaban.bench.regret.methods import shipped_settings
 from metaban.bench.serving.literal_paper import ReferenceArm, ReferenceMetaBan
-from metaban.models.default.kinds import KINDS_MAX, MixtureEM, random_responsibilities
+from metaban.models.default.kinds import KINDS_MAX, MixtureEM
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.shared_state import SharedState
 from metaban.models.features import assemble
@@ -194,8 +194,8 @@ class DefaultPopulation:
             state = SharedState.stored(shared)
             heads = learner.head_samples(state, batch).statistics()
             generator = torch.Generator().manual_seed(seed)
-            leaning = random_responsibilities(KINDS_MAX, DISTINCT_USERS, generator, state.prior.mean)
-            shared |= MixtureEM(state.prior, heads, torch.ones_like(heads.events)).fit(leaning).padded().state()
+            em = MixtureEM(state.prior, heads, torch.ones_like(heads.events))
+            shared |= em.fit(KINDS_MAX, generator).padded().state()
             initial_user = learner.initial_user(shared)
             previous = {name: tensor.expand(DISTINCT_USERS, *tensor.shape) for name, tensor in initial_user.items()}
             distinct = learner.fit(shared, batch, previous)

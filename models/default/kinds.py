@@ -24,7 +24,7 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
-from metaban.models.default.prior import Prior, Statistics
+from metaban.models.default.prior import Prior, Statistics, log_marginal
 from metaban.models.numerics.arrays import Array, dots, inverse, softmax
 from metaban.models.numerics.schedule import grown
 
@@ -120,6 +120,12 @@ class Kinds:
         head = (covariance @ (known + belief @ pull)[..., None])[..., 0]
         return HeadPosteriors(head, covariance, belief, pull)
 
+    def log_marginal(self, prior: Prior, users: Statistics) -> Tensor:
+        """log p(rewards) of each user [U]."""
+        each = log_marginal(self.centres, prior.precision / self.spread, prior.noise, users)  # [K, U]
+        mixed: Tensor = (each + self.log_shares.unsqueeze(-1)).logsumexp(0)
+        return mixed
+
     def of(self, prior: Prior, users: Statistics) -> Tensor:
         """The most probable kind of each user [U] int64; 0 without kinds."""
         belief: Tensor = self.posteriors(prior, users.gram, users.moment).belief
@@ -144,23 +150,15 @@ class HeadPosteriors:
 
 @final
 class MixtureEM:
-    """EM for a mixture of users with weights w_u [U] under a prior and a spread κ."""
+    """EM for a mixture of users with weights w_u [U] under a prior."""
 
-    def __init__(self, prior: Prior, users: Statistics, weights: Tensor, spread: float = SPREAD) -> None:
+    def __init__(self, prior: Prior, users: Statistics, weights: Tensor) -> None:
         self._prior, self._users, self._weights = prior, users, weights
-        self._spread = torch.full_like(prior.noise, spread)
-        self._within = prior.precision / spread
-        precision, known = users.gram / prior.noise + self._within, users.moment / prior.noise
-        covariance = inverse(precision)  # [U, D, D]
-        self._drawn = (covariance @ known.unsqueeze(-1)).squeeze(-1)  # [U, D]
+        self._spread = torch.full_like(prior.noise, SPREAD)
+        self._within = prior.precision / SPREAD
+        covariance = inverse(users.gram / prior.noise + self._within)  # [U, D, D]
+        self._drawn = (covariance @ (users.moment / prior.noise).unsqueeze(-1)).squeeze(-1)  # [U, D]
         self._half = 0.5 * covariance.flatten(1)  # [U, D²]
-        volume = torch.logdet(self._within) - torch.logdet(precision)  # [U]
-        self._same_for_kinds = 0.5 * ((known * self._drawn).sum(-1) + volume)  # [U]
-
-    def log_likelihood(self, kinds: Kinds) -> Tensor:
-        """log p(rewards of u), up to a constant of the user's rewards and σ² [..., U]."""
-        likely: Tensor = self.log_joint(kinds).logsumexp(-1) + self._same_for_kinds
-        return likely
 
     def log_joint(self, kinds: Kinds) -> Tensor:
         """log π_k + log p(rewards of u | kind k), up to a constant of the user [..., U, K]."""
@@ -177,9 +175,9 @@ class MixtureEM:
         shares = (mass / mass.sum(-1, keepdim=True)).log()
         return Kinds(self._prior.posterior_mean(gram, moment), shares, self._spread)
 
-    def fit(self, beliefs: Tensor) -> Kinds:
-        """The most probable solution of EM from initial responsibilities [restarts, U, K]."""
-        kinds = self.m_step(beliefs)
+    def fit(self, count: int, generator: torch.Generator) -> Kinds:
+        """The most probable solution of EM for so many kinds, the largest first; those without users are unused."""
+        kinds = self.m_step(random_responsibilities(count, generator, self._weights))
         for step in range(STEPS):
             heat = max(1.0, FIRST_TEMPERATURE * (1 - 2 * step / STEPS))
             kinds = self.m_step((self.log_joint(kinds) / heat).softmax(-1))
@@ -187,7 +185,8 @@ class MixtureEM:
         log_shares, order = kinds.log_shares[best][0].sort(descending=True, stable=True)
         # A kind of less than one user is none; the largest remains.
         empty = (log_shares < -math.log(max(1, self._weights.shape[0]))) & (log_shares < log_shares[0])
-        return Kinds(kinds.centres[best][0][order], log_shares.masked_fill(empty, UNUSED), kinds.spread)
+        log_shares = log_shares.masked_fill(empty, -torch.inf).log_softmax(0).masked_fill(empty, UNUSED)
+        return Kinds(kinds.centres[best][0][order], log_shares, kinds.spread)
 
     def continued(self, kinds: Kinds) -> Kinds:
         """A few EM steps from an earlier solution; unused kinds stay unused."""
@@ -210,11 +209,11 @@ class MixtureEM:
         return gram, belief @ self._users.moment, belief.sum(-1) + LEAST_MASS
 
 
-def random_responsibilities(count: int, users: int, generator: torch.Generator, like: Tensor) -> Tensor:
-    """Initial responsibilities [RESTARTS, users, count], each user leaning to some kind."""
-    uniform = torch.rand(RESTARTS, users, count, generator=generator, dtype=torch.float64)
+def random_responsibilities(count: int, generator: torch.Generator, weights: Tensor) -> Tensor:
+    """Initial responsibilities [RESTARTS, U, count] of users with weights [U], each leaning to some kind."""
+    uniform = torch.rand(RESTARTS, weights.shape[0], count, generator=generator, dtype=torch.float64)
     leaning = uniform.clamp_min(LEAST_UNIFORM).log().square()
-    return (leaning / leaning.sum(-1, keepdim=True)).to(like.device)
+    return (leaning / leaning.sum(-1, keepdim=True)).to(weights.device)
 
 
 def search_due(epoch_events: int, total_events: int, *, refit: bool) -> bool:
@@ -250,7 +249,7 @@ def found_kinds(
     # With a single user nothing is comparable (NaN), and the first is none.
     first = (short.sum(-1) <= TOLERATED_ERRORS * error + TOLERATED_NATS).to(torch.int64).argmax()
     em, none = MixtureEM(prior, users, weights), Kinds.none(prior)
-    several = [em.fit(random_responsibilities(kinds, count, generator, prior.mean)).padded() for kinds in COUNTS[1:]]
+    several = [em.fit(kinds, generator).padded() for kinds in COUNTS[1:]]
     return _chosen([none, none, *several], first)
 
 
@@ -274,9 +273,8 @@ def held_out_gains(
         rest = torch.cat([*folds[:number], *folds[number + 1 :]])
         others, held = ((users.rows(rows), weights[rows]) for rows in (rest, fold))
         prior = learn_prior(*others)
-        fitted, judged = MixtureEM(prior, *others), MixtureEM(prior, *held)
-        alone = MixtureEM(prior, *held, spread=1.0).log_likelihood(Kinds.none(prior))  # [U]
-        leanings = [random_responsibilities(count, others[1].shape[0], generator, prior.mean) for count in COUNTS]
-        each = torch.stack([alone, *(judged.log_likelihood(fitted.fit(leaning)) for leaning in leanings)])
-        gains.append((each - alone) * held[1])
+        em, none = MixtureEM(prior, *others), Kinds.none(prior)
+        candidates = [none, *(em.fit(count, generator) for count in COUNTS)]
+        each = torch.stack([kinds.log_marginal(prior, held[0]) for kinds in candidates])
+        gains.append((each - each[0]) * held[1])
     return torch.cat(gains, -1).nan_to_num(nan=-torch.inf)

@@ -4,7 +4,7 @@
     arms          an effect and factors of each arm, and how often each place is looked at           arms.py
     user learner  exact posterior over w_u on h = [1, x, x⊗x, p(x), q_i], and a memory of its arms   prior.py, memory.py
     groups        kinds of users: a mixture over their heads                                         kinds.py
-    adaptation    the user's prior is the mixture of the kinds they may be of                        kinds.py
+    adaptation    the user's prior is the mixture of the kinds they may belong to                        kinds.py
     score         mean + α·σ, both of the posterior                                                  served_epoch.py
 
 A head's input p(x) is the value noted at decision time: a trunk trained on the reward since would leak the label.

@@ -113,42 +113,38 @@ class Prior:
         seconds = covariance + mean.unsqueeze(-1) * mean.unsqueeze(-2)  # [U, D, D], E[wwᵀ]
         errors = users.squares - 2 * (mean * users.moment).sum(-1) + (users.gram * seconds).sum((-1, -2))  # [U]
         noise = ((user_weights @ errors + FIRST_NOISE) / (user_weights @ users.events + 1)).clamp_min(LEAST_NOISE)
-        centres, spreads = moment_matched(user_weights.unsqueeze(0), mean, covariance, noise)
-        return Prior.of(centres[0], spreads[0], noise)
+        return Prior.of(*moment_matched(user_weights, mean, covariance, noise), noise)
 
 
 def moment_matched(weights: Tensor, mean: Tensor, covariance: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [n, D] and covariance [n, D, D] of heads by moment matching, for n weightings of users [n, U].
+    """Mean [D] and covariance [D, D] of heads by moment matching, for users with weights [U].
 
     Users have posterior means [U, D] and covariances [U, D, D]; UNSEEN_USERS users without data are added.
     """
-    count = weights.sum(-1, keepdim=True)  # [n, 1]
-    centre = weights @ mean / count  # [n, D]
-    about = mean.mean(0)  # moments about a point near all means lose less to rounding
-    apart, off = mean - about, centre - about  # [U, D], [n, D]
+    count = weights.sum()
+    centre = weights @ mean / count  # [D]
+    apart = mean - centre  # [U, D]
     seconds = (covariance + apart.unsqueeze(-1) * apart.unsqueeze(-2)).flatten(1)  # [U, D²]
-    total = (weights @ seconds).view(*centre.shape, -1)  # [n, D, D]
-    unseen = torch.eye(centre.shape[-1], dtype=mean.dtype, device=mean.device) * (UNSEEN_SPREAD * noise)
-    count = count.unsqueeze(-1)  # [n, 1, 1]
-    spread = (total - count * off.unsqueeze(-1) * off.unsqueeze(-2) + UNSEEN_USERS * unseen) / (count + UNSEEN_USERS)
+    unseen = torch.eye(centre.shape[0], dtype=mean.dtype, device=mean.device) * (UNSEEN_SPREAD * noise)
+    spread = ((weights @ seconds).view_as(unseen) + UNSEEN_USERS * unseen) / (count + UNSEEN_USERS)
     return centre, (spread + spread.mT) / 2
 
 
 def log_marginal(mean: Tensor, precision: Tensor, noise: Tensor, users: Statistics) -> Tensor:
     """log p(rewards; μ, Λ, σ²) of each user with heads integrated out, from their statistics: [U].
 
-    For several priors at once, means [n, D] and precisions [n, D, D]: [n, U].
+    For several priors at once, means [n, D] and precisions [n, D, D] or [D, D]: [n, U]. NaN where a matrix is singular.
     """
     drawn = precision @ mean.unsqueeze(-1)  # [D, 1]
     natural = users.moment / noise + drawn.mT  # [U, D]
-    factor = torch.linalg.cholesky(users.gram / noise + precision.unsqueeze(-3))  # [U, D, D], of posterior precisions
+    factor, sound = lower_factor(users.gram / noise + precision.unsqueeze(-3))  # [U, D, D], of posterior precisions
     found = torch.linalg.solve_triangular(factor, natural.unsqueeze(-1), upper=False).squeeze(-1)  # [U, D]
     # Log density at the posterior mean w: prior · likelihood / posterior, with the squares combined.
     prior = (mean.unsqueeze(-2) @ drawn).squeeze(-1)  # [1], μᵀΛμ
     squares: Tensor = users.squares / noise + prior - found.square().sum(-1)  # [U]
-    volumes = _log_determinant(torch.linalg.cholesky(precision)).unsqueeze(-1) - _log_determinant(factor)  # [U]
+    volumes = _log_determinant(lower_factor(precision)[0]).unsqueeze(-1) - _log_determinant(factor)  # [U]
     missing: Tensor = users.events * (2 * math.pi * noise).log()  # [U]
-    return 0.5 * (volumes - missing - squares)
+    return torch.where(sound, 0.5 * (volumes - missing - squares), torch.nan)
 
 
 def _log_determinant(factor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """One epoch of the default learner as requests are scored under it.
 
 The asking user and the users of the pool predict from the same head inputs h; the user's head is the posterior under a
-mixture of the kinds they may be of (kinds.py). The score of an arm is mean + α·σ, both of the posterior. Runs on numpy
-arrays and on torch tensors (arrays.py).
+mixture of the kinds they may belong to (kinds.py). The score of an arm is mean + α·σ, both of the posterior. Runs on
+numpy arrays and on torch tensors (arrays.py).
 """
 
 from __future__ import annotations

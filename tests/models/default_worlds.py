@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from metaban.models.default.arms import FACTORS, UNUSED_KEY
-from metaban.models.default.kinds import SPREAD, UNUSED, Kinds, MixtureEM, random_responsibilities
+from metaban.models.default.kinds import SPREAD, UNUSED, Kinds, MixtureEM
 from metaban.models.default.learner import PosteriorLearner
 from metaban.models.default.notes import Notes
 from metaban.models.default.places import LEAST_LOOK, MOST_LOOK, PLACES
@@ -245,8 +245,8 @@ def epoch_with_kinds(learner: PosteriorLearner, teachers: list[UserHistory], **c
 def kinds_of(shared: State, users: Statistics) -> State:
     """Two kinds of these users, whatever the evidence for them."""
     prior = prior_from_state(shared)
-    leaning = random_responsibilities(2, users.events.shape[0], torch.Generator().manual_seed(0), prior.mean)
-    return MixtureEM(prior, users, torch.ones_like(users.events)).fit(leaning).padded().state()
+    em = MixtureEM(prior, users, torch.ones_like(users.events))
+    return em.fit(2, torch.Generator().manual_seed(0)).padded().state()
 
 
 def two_kinds(shared: State) -> State:

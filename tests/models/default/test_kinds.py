@@ -70,7 +70,7 @@ def kinds(count: int, size: int = 4, seed: int = 0) -> Tensor:
     return 0.6 * torch.randn(count, size, generator=generator_of(seed), dtype=torch.float64)
 
 
-def prior_of(users: Statistics, weights: Tensor) -> Prior:
+def learned_prior(users: Statistics, weights: Tensor) -> Prior:
     """The prior of users with these weights alone."""
     prior = Prior.initial(users.moment.shape[1])
     for _ in range(12):
@@ -81,7 +81,7 @@ def prior_of(users: Statistics, weights: Tensor) -> Prior:
 def sought(prior: Prior, users: Statistics, seed: int = 0, weights: Tensor | None = None) -> Kinds:
     """The result of a search."""
     weights = torch.ones_like(users.events) if weights is None else weights
-    return found_kinds(prior, users, weights, prior_of, generator_of(seed))
+    return found_kinds(prior, users, weights, learned_prior, generator_of(seed))
 
 
 def dense_log_probability(prior: Prior, users: Statistics, user: int, centre: Tensor, spread: float = SPREAD) -> float:
@@ -114,7 +114,7 @@ def test_a_step_of_em_equals_loops() -> None:
     users = crowd_of(kinds(2), 6, 7, 2)
     prior, weights = learned(users), torch.tensor([1.0, 0.5, 1, 0, 1, 1], dtype=torch.float64)
     em = MixtureEM(prior, users, weights)
-    belief = random_responsibilities(2, 6, generator_of(3), prior.mean)
+    belief = random_responsibilities(2, generator_of(3), weights)
     assert belief.sum(-1).allclose(torch.ones(1, dtype=torch.float64))
     found = em.m_step(belief)
     for beginning in range(belief.shape[0]):
@@ -136,7 +136,7 @@ def test_em_steps_raise_the_likelihood() -> None:
     users = crowd_of(kinds(3), 40, 12, 4)
     prior = learned(users)
     em = MixtureEM(prior, users, torch.ones(40, dtype=torch.float64))
-    mixture = em.m_step(random_responsibilities(3, 40, generator_of(5), prior.mean))
+    mixture = em.m_step(random_responsibilities(3, generator_of(5), torch.ones(40)))
     before = em.log_posterior(mixture)
     for _ in range(30):
         mixture = em.m_step(em.log_joint(mixture).softmax(-1))
@@ -237,15 +237,15 @@ def test_gains_are_those_of_users_who_were_held_out() -> None:
     users = crowd_of(kinds(3, 3, seed=2), 30, 12, 6)
     weights = torch.ones_like(users.events)
     weights[4] = 0.5
-    found = held_out_gains(users, weights, prior_of, generator_of(1))
+    found = held_out_gains(users, weights, learned_prior, generator_of(1))
     generator, column = generator_of(1), 0
     folds = torch.randperm(30, generator=generator).tensor_split(FOLDS)
     for number, fold in enumerate(folds):
         others = torch.cat([each for place, each in enumerate(folds) if place != number])
-        prior = prior_of(users.rows(others), weights[others])
+        prior = learned_prior(users.rows(others), weights[others])
         em = MixtureEM(prior, users.rows(others), weights[others])
         for row, count in enumerate(COUNTS):
-            fitted = em.fit(random_responsibilities(count, 20, generator, prior.mean))
+            fitted = em.fit(count, generator)
             shares = fitted.log_shares.exp().tolist()
             for place, user in enumerate(fold.tolist()):
                 densities = [dense_log_probability(prior, users, user, centre) for centre in fitted.centres]
@@ -327,7 +327,7 @@ def test_only_kinds_with_users_count() -> None:
     users = crowd_of(kinds(2, 4), 4, 30, 2)
     prior = learned(users)
     em = MixtureEM(prior, users, torch.ones(4, dtype=torch.float64))
-    found = em.fit(random_responsibilities(9, 4, generator_of(0), prior.mean)).padded().used()
+    found = em.fit(9, generator_of(0)).padded().used()
     assert 1 <= found.count() <= 4
     shares = found.log_shares[: found.count()]
     assert (shares[:-1] >= shares[1:]).all()
